@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from sparsewire.sync.delta import TensorPatch
 from sparsewire.sync.digest import TensorDigest
 from sparsewire.sync.trajectories.types import FinishReason, SamplingParams, VersionSpan

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
 from sparsewire.sync import errors
 from sparsewire.sync.build import PROTOCOL_NUMBER, build_name
 from sparsewire.sync.errors import ConfigError, ProtocolMismatchError, SparsewireError, StoreUnavailableError
@@ -183,10 +184,10 @@ def start_server(address: str, *, services: Sequence[Service]) -> Server:
 
 
 class _HandshakeClient(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
+    grpc.StreamUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
 ):
     """Adds this build's protocol number and name to every call."""
 
@@ -213,13 +214,13 @@ class _CallDetails(grpc.ClientCallDetails):
     def __init__(self, details: Any, metadata: list[tuple[str, str]]) -> None:
         self.method = details.method
         self.timeout = details.timeout
-        self.metadata = metadata
+        self.metadata = tuple(metadata)
         self.credentials = details.credentials
         self.wait_for_ready = getattr(details, "wait_for_ready", None)
         self.compression = getattr(details, "compression", None)
 
 
-class _HandshakeServer(grpc.ServerInterceptor):
+class _HandshakeServer(grpc.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses peers of another protocol number and turns this package's errors into status codes."""
 
     def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:

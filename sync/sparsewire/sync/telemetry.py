@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 import prometheus_client
+
 from sparsewire.sync.errors import ConfigError
 
 _SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "PRIVATE_KEY", "ACCESS_KEY", "CREDENTIAL", "API_KEY")

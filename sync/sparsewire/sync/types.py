@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
 from sparsewire.sync.errors import DamagedError, SchemaMismatchError
 
 Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -128,6 +129,20 @@ def bits_of(array: npt.NDArray[Any]) -> Bits:
     return flat.view(dtype.bits)
 
 
+def bits_range(array: npt.NDArray[Any], start: int, count: int) -> Bits:
+    """Return the bits of flat positions `start`.. of `array` in C order, as many of `count` as there are.
+
+    A view where the memory layout allows; a strided or memory-mapped array is never copied beyond the range.
+
+    Raises:
+        SchemaMismatchError: the dtype is not supported.
+    """
+    if array.flags.c_contiguous:
+        return bits_of(array.reshape(-1)[start : start + count])
+    bits = array.view(f"{array.dtype.byteorder if array.dtype.byteorder == '>' else '<'}u{array.dtype.itemsize}")
+    return bits_of(bits.flat[start : start + count])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Name, dtype and shape of one tensor of the view."""
@@ -139,6 +154,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if not self.name or len(self.name.encode()) > MAX_NAME_BYTES:
             raise SchemaMismatchError(f"tensor name {self.name[:80]!r} must have 1..{MAX_NAME_BYTES} bytes")
+        if "\0" in self.name or "\n" in self.name:
+            raise SchemaMismatchError(f"tensor name {self.name[:80]!r} holds a NUL or a newline: rename the tensor")
         if len(self.shape) > MAX_DIMS or any(extent < 0 for extent in self.shape):
             raise SchemaMismatchError(f"tensor {self.name}: shape {self.shape} is not a shape")
         if self.num_elements > MAX_ELEMENTS:

@@ -1,0 +1,223 @@
+"""The frame of a chunk: header, checksum, segment table, and the two joint bodies.
+
+Pure. `seal` writes it, `parse_chunk` checks every count and length against its limits before anything is allocated
+for it, and hands out views. What the bodies mean is the business of `chunk.py`. Bytes are laid out in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from sparsewire.sync.build import FORMAT_NUMBER
+from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
+from sparsewire.sync.codec.streams import MAX_VARINT_BYTES, Reader, write_varint
+from sparsewire.sync.digest import TensorDigest
+from sparsewire.sync.errors import DamagedError, UnsupportedFormatError
+from sparsewire.sync.types import MAX_ELEMENTS, MAX_TENSORS, Dtype
+
+MAGIC = b"SWCH"
+HEADER = struct.Struct("<4sHBBIIIII16sI")
+"""magic, format, dtype, flags, total bytes, segments, table bytes, sparse changes, sparse bytes, check, crc."""
+_CRC = struct.Struct("<I")
+_CHECKED_HEADER_BYTES = HEADER.size - _CRC.size
+
+ANCHOR_FLAG = 1
+
+MAX_PAYLOAD_BYTES = 2 * MAX_CHUNK_BYTES
+"""Bytes of one encoded chunk beyond which a decoder refuses it."""
+
+DTYPE_CODES: dict[Dtype, int] = {
+    Dtype.BOOL: 1,
+    Dtype.U8: 2,
+    Dtype.I8: 3,
+    Dtype.U16: 4,
+    Dtype.I16: 5,
+    Dtype.U32: 6,
+    Dtype.I32: 7,
+    Dtype.U64: 8,
+    Dtype.I64: 9,
+    Dtype.F8_E4M3: 10,
+    Dtype.F8_E5M2: 11,
+    Dtype.F8_E4M3FNUZ: 12,
+    Dtype.F8_E5M2FNUZ: 13,
+    Dtype.F8_E8M0: 14,
+    Dtype.F16: 15,
+    Dtype.BF16: 16,
+    Dtype.F32: 17,
+    Dtype.F64: 18,
+}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+class Mode(IntEnum):
+    """How a segment is coded; a new layout gets a new number, and builds that do not know it refuse the chunk."""
+
+    UNCHANGED = 0
+    """No element changed; nothing is stored."""
+    SPARSE = 1
+    """Gaps and modular steps of the changed elements, in the joint sparse body."""
+    DENSE = 2
+    """All new bits, in the joint dense body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedChunk:
+    """A chunk whose frame is sound; its bodies are not decoded."""
+
+    dtype: Dtype
+    is_anchor: bool
+    """Decodable without a base: all segments are dense."""
+    segments: tuple[Segment, ...]
+    modes: tuple[Mode, ...]
+    """One for each segment."""
+    num_sparse: int
+    """Changed elements in the sparse body."""
+    sparse: memoryview
+    dense: memoryview
+    check: TensorDigest
+    """Sum over all changed elements of new minus old digest terms; of new terms alone for an anchor."""
+
+    def count(self, mode: Mode) -> int:
+        """Return the elements of all segments in `mode`."""
+        return sum(s.count for s, m in zip(self.segments, self.modes, strict=True) if m is mode)
+
+
+def seal(
+    *,
+    dtype: Dtype,
+    is_anchor: bool,
+    segments: Sequence[Segment],
+    modes: Sequence[Mode],
+    num_sparse: int,
+    sparse: bytearray,
+    dense: bytearray,
+    check: TensorDigest,
+) -> bytes:
+    """Return the chunk that `parse_chunk` takes apart again."""
+    table = bytearray(modes)
+    last = Segment(0, 0, 0)
+    for segment in segments:
+        write_varint(table, segment.tensor - last.tensor)
+        write_varint(table, segment.start - (last.stop if segment.tensor == last.tensor else 0))
+        write_varint(table, segment.count)
+        last = segment
+    total = HEADER.size + len(table) + len(sparse) + len(dense)
+    flags = ANCHOR_FLAG if is_anchor else 0
+    head = HEADER.pack(
+        MAGIC,
+        FORMAT_NUMBER,
+        DTYPE_CODES[dtype],
+        flags,
+        total,
+        len(segments),
+        len(table),
+        num_sparse,
+        len(sparse),
+        check.to_bytes(),
+        0,
+    )[:_CHECKED_HEADER_BYTES]
+    body = b"".join((table, sparse, dense))
+    return b"".join((head, _CRC.pack(zlib.crc32(body, zlib.crc32(head))), body))
+
+
+def chunk_length(data: bytes | memoryview) -> int:
+    """Return the length in bytes of the chunk that `data` begins with; it may extend beyond `data`.
+
+    Raises:
+        DamagedError: `data` does not begin with a chunk header.
+        UnsupportedFormatError: its format number is unknown.
+    """
+    if len(data) < HEADER.size:
+        raise DamagedError(f"chunk: {len(data)} bytes are shorter than a header of {HEADER.size}: fetch it again")
+    magic, number, _, _, total, *_ = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise DamagedError(f"chunk: it begins with {magic.hex()}, not {MAGIC.hex()}: not a chunk, or damaged")
+    if number != FORMAT_NUMBER:
+        raise UnsupportedFormatError(
+            f"chunk: format number {number}, this build reads {FORMAT_NUMBER}: upgrade the older side"
+        )
+    if not HEADER.size <= total <= MAX_PAYLOAD_BYTES:
+        raise DamagedError(f"chunk: length {total} is outside {HEADER.size}..{MAX_PAYLOAD_BYTES}: fetch it again")
+    return int(total)
+
+
+def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
+    """Check the frame of exactly one chunk and return its parts.
+
+    Raises:
+        DamagedError: cut off, too long, checksum wrong, or any count beyond its limit.
+        UnsupportedFormatError: unknown format number, dtype, flag or mode.
+    """
+    view = memoryview(payload).cast("B")
+    total = chunk_length(view)
+    if total != len(view):
+        raise DamagedError(f"chunk: {len(view)} bytes received, its header states {total}: fetch it again")
+    (
+        _,
+        _,
+        dtype_code,
+        flags,
+        _,
+        num_segments,
+        table_bytes,
+        num_sparse,
+        sparse_bytes,
+        check,
+        crc,
+    ) = HEADER.unpack_from(view)
+    found = zlib.crc32(view[HEADER.size :], zlib.crc32(view[:_CHECKED_HEADER_BYTES]))
+    if found != crc:
+        raise DamagedError(f"chunk: checksum {found:08x}, its header states {crc:08x}: fetch it again")
+    dtype = _DTYPES.get(dtype_code)
+    if dtype is None or flags & ~ANCHOR_FLAG:
+        raise UnsupportedFormatError(
+            f"chunk: dtype {dtype_code}, flags {flags:#x} unknown to this build: upgrade the older side"
+        )
+    if num_segments > MAX_SEGMENTS or table_bytes > num_segments * (1 + 3 * MAX_VARINT_BYTES):
+        raise DamagedError(f"chunk: {num_segments} segments in {table_bytes} bytes exceed the limits: fetch it again")
+    body = Reader(view[HEADER.size :])
+    segments, modes = _read_table(Reader(body.take(table_bytes)), num_segments, dtype)
+    parsed = ParsedChunk(
+        dtype=dtype,
+        is_anchor=bool(flags & ANCHOR_FLAG),
+        segments=segments,
+        modes=modes,
+        num_sparse=num_sparse,
+        sparse=body.take(sparse_bytes),
+        dense=body.take(body.left),
+        check=TensorDigest.from_bytes(check),
+    )
+    if parsed.is_anchor and any(mode is not Mode.DENSE for mode in modes):
+        raise DamagedError("chunk: an anchor chunk holds segments that are not dense: fetch it again")
+    if num_sparse > parsed.count(Mode.SPARSE):
+        raise DamagedError(
+            f"chunk: {num_sparse} changes in sparse segments of {parsed.count(Mode.SPARSE)} elements: fetch it again"
+        )
+    return parsed
+
+
+def _read_table(table: Reader, num_segments: int, dtype: Dtype) -> tuple[tuple[Segment, ...], tuple[Mode, ...]]:
+    codes = table.take(num_segments)
+    unknown = sorted(set(codes) - set(Mode))
+    if unknown:
+        raise UnsupportedFormatError(f"chunk: segment modes {unknown} unknown to this build: upgrade the older side")
+    segments = []
+    last = Segment(0, 0, 0)
+    num_elements = 0
+    for _ in range(num_segments):
+        step, skip, count = table.varint(), table.varint(), table.varint()
+        tensor = last.tensor + step
+        start = skip + (0 if step else last.stop)
+        num_elements += count
+        if tensor >= MAX_TENSORS or start + count > MAX_ELEMENTS or num_elements * dtype.width > MAX_CHUNK_BYTES:
+            raise DamagedError(
+                f"chunk: segment of tensor {tensor}, start {start}, count {count} exceeds the limits: fetch it again"
+            )
+        last = Segment(tensor, start, count)
+        segments.append(last)
+    table.finish()
+    return tuple(segments), tuple(map(Mode, codes))

@@ -1,0 +1,31 @@
+"""A point in time after which work must stop; handed down so that nested waits share one budget."""
+
+from __future__ import annotations
+
+import time
+
+from sparsewire.sync.errors import DeadlineExceededError
+
+
+class Deadline:
+    """Counts down on the monotonic clock from the moment it is made."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_seconds(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    def check(self, what: str) -> None:
+        """Stop the work when the time is over.
+
+        Raises:
+            DeadlineExceededError: names the work and the time it was given.
+        """
+        if time.monotonic() >= self._end:
+            raise DeadlineExceededError(
+                f"{what} did not finish within {self._seconds:g} s; nothing was changed, call again"
+            )

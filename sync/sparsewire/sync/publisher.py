@@ -1,0 +1,549 @@
+"""The sending end of a run: extract what changed since the committed head, encode, upload, and commit it as a version.
+
+    publish(view) ── each rank ──► extract + encode own shard ──► pack (uploaded) ─┐
+                                                                                   ▼ all_gather of chunk tables
+                     baselines of all ranks move ◄── rank 0: manifest, put-if-absent = commit ──► anchor when due, prune
+
+Contracts: the baseline is always the last *committed* version, so a failed publish loses nothing and the next one
+covers it. A version number is committed at most once. Opening a publisher claims the run with a fencing epoch; an
+older publisher gets `FencedError` at its next publish. Opening on a run that has versions rebuilds the head from the
+store, as a late worker would, and goes on from there: resume is catch-up, then publish.
+
+Publishing is collective: every rank calls in the same order, with its own shards. The work, collectives included,
+happens in one background thread, so the ranks' `all_gather` must not be used by anyone else. The publisher knows
+nothing of the trainer; it takes arrays.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import Counter, Gauge, Histogram
+
+from sparsewire.sync import errors
+from sparsewire.sync.chain import LinkKind, anchor_due, retained
+from sparsewire.sync.codec import CHUNK_BYTES
+from sparsewire.sync.delta import apply_patch
+from sparsewire.sync.digest import ZERO, TensorDigest
+from sparsewire.sync.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    DeadlineExceededError,
+    FencedError,
+    SchemaMismatchError,
+    SparsewireError,
+    StoreError,
+    StoreUnavailableError,
+)
+from sparsewire.sync.history import Claim, History, check_run, pack_prefix
+from sparsewire.sync.manifest import Manifest
+from sparsewire.sync.merge import merge_parts
+from sparsewire.sync.pack import Part, write_pack
+from sparsewire.sync.ranks import SOLO, Ranks
+from sparsewire.sync.store.base import Store
+from sparsewire.sync.store.open import check_store_url, open_store
+from sparsewire.sync.subscriber import Subscriber
+from sparsewire.sync.types import describe_difference
+from sparsewire.sync.view import LocalView, Shard, check_cover
+
+logger = logging.getLogger(__name__)
+
+_MAX_CATCH_UPS = 3
+"""How often one publish may find that its version was committed by a learner fenced a moment too late."""
+
+_PUBLISHED = Counter("sparsewire_publisher_versions_total", "Versions committed or failed.", ["outcome"])
+_WIRE_BYTES = Counter("sparsewire_publisher_wire_bytes_total", "Bytes of packs and manifests stored.", ["kind"])
+_HEAD = Gauge("sparsewire_publisher_head_version", "Newest version committed by this learner.")
+_DENSITY = Gauge("sparsewire_publisher_changed_ratio", "Share of elements changed by the newest version.")
+_SECONDS = Histogram(
+    "sparsewire_publisher_phase_seconds",
+    "Time a publish spends in each phase.",
+    ["phase"],
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSettings:
+    """What a user may tune; the defaults are good for most runs."""
+
+    anchor_fraction: float = 0.5
+    """Write an anchor once the deltas since the last one outweigh this share of it."""
+    retain_versions: int = 32
+    """How many of the newest versions stay reachable for a worker that holds them."""
+    chunk_bytes: int = CHUNK_BYTES
+    """Bytes of the view that a chunk covers: the unit of memory and of verification."""
+    timeout: timedelta = timedelta(minutes=30)
+    """Bound on one publish, and on waiting for the one before it."""
+
+    def __post_init__(self) -> None:
+        if not self.anchor_fraction > 0 or self.retain_versions < 1:
+            raise ConfigError(
+                f"anchor_fraction {self.anchor_fraction} must be > 0, retain_versions {self.retain_versions} at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """Cost of one publish, on this rank."""
+
+    version: int
+    kind: LinkKind
+    wire_bytes: int
+    """Packs of all ranks and the manifest."""
+    num_changed: int
+    num_elements: int
+    encode_seconds: float
+    put_seconds: float
+    commit_seconds: float
+    """Gathering the ranks' parts, fencing check, put-if-absent."""
+    committed_unix_seconds: float
+
+
+class Publisher:
+    """Publishes one run; use it in a `with` block."""
+
+    def __init__(self, *, url: str, run: str, ranks: Ranks, settings: PublisherSettings) -> None:
+        self._url = url
+        self._run = run
+        self._ranks = ranks
+        self._settings = settings
+        self._stack = ExitStack()
+        self._claim: Claim | None = None
+        self._caught_up: Subscriber | None = None
+        self._base: LocalView | None = None
+        self._digests: tuple[TensorDigest, ...] = ()
+        self._flight: Future[Manifest] | None = None
+        self._listeners: list[Callable[[Manifest], None]] = []
+        self.head: Manifest | None = None
+        """The newest committed version; None before the first."""
+        self.last_report: PublishReport | None = None
+        """Cost of the newest publish."""
+
+    @classmethod
+    def open(cls, url: str, *, run: str, ranks: Ranks = SOLO, settings: PublisherSettings | None = None) -> Publisher:
+        """Return a publisher to use in a `with` block; entering it claims the run and rebuilds its head.
+
+        Args:
+            url: `s3://bucket/prefix`, `file:///dir` or `memory://name`.
+            run: id of the run; made by the first publish.
+            ranks: the learner's processes; each opens its own publisher.
+
+        Raises:
+            ConfigError: an argument is wrong.
+        """
+        check_store_url(url)
+        return cls(url=url, run=check_run(run), ranks=ranks, settings=settings or PublisherSettings())
+
+    def __enter__(self) -> Publisher:
+        with ExitStack() as stack:
+            self.store: Store = open_store(self._url, writable=True)
+            stack.callback(self.store.close)
+            self._history = History(store=self.store, run=self._run)
+            self._executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="publish"))
+            stack.callback(self._close_caught_up)
+            self._executor.submit(self._take_over).result(self._settings.timeout.total_seconds())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the publish in flight, then close the store; the run may be claimed by another at any time."""
+        self._stack.close()
+
+    @property
+    def epoch(self) -> int:
+        """The fencing epoch of this incarnation."""
+        assert self._claim is not None
+        return self._claim.epoch
+
+    def on_commit(self, listener: Callable[[Manifest], None]) -> None:
+        """Call `listener` in the publishing thread after each commit, on rank 0 as on all."""
+        self._listeners.append(listener)
+
+    def publish(
+        self,
+        view: Mapping[str, npt.NDArray[Any] | Shard],
+        *,
+        step: int = 0,
+        stepped_unix_seconds: float | None = None,
+    ) -> Manifest:
+        """Commit `view` as the next version (version 0, an anchor, for a new run) and return its manifest.
+
+        Collective. Equal bits make a version too: it carries no chunks.
+
+        Args:
+            view: every tensor of the model as the rollout sees it, whole or as this rank's `Shard`; bits are compared.
+            step: the learner's optimizer step, for the record.
+            stepped_unix_seconds: when that step ended; now by default.
+
+        Raises:
+            FencedError: another learner claimed the run; stop.
+            SchemaMismatchError: names, dtypes or shapes are not those of the run; lists the differences.
+            StoreError, DeadlineExceededError: nothing was lost; the next publish covers the same change.
+        """
+        future = self.publish_in_background(view, step=step, stepped_unix_seconds=stepped_unix_seconds)
+        return self._await(future)
+
+    def publish_in_background(
+        self,
+        view: Mapping[str, npt.NDArray[Any] | Shard],
+        *,
+        step: int = 0,
+        stepped_unix_seconds: float | None = None,
+    ) -> Future[Manifest]:
+        """Start a publish and return at once; waits first for one in flight (its error stays in its own future).
+
+        The arrays must not change until the future is done.
+        """
+        stepped = time.time() if stepped_unix_seconds is None else stepped_unix_seconds
+        local = LocalView.of(view)
+        if self._flight is not None and not self._flight.done():
+            try:
+                self._await(self._flight)
+            except SparsewireError as error:
+                logger.info("the publish before this one failed (%s); this one covers its change", error)
+        self._flight = self._executor.submit(self._publish, local, step, stepped)
+        return self._flight
+
+    def _await(self, future: Future[Manifest]) -> Manifest:
+        try:
+            return future.result(self._settings.timeout.total_seconds())
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"run {self._run}: publish did not finish within {self._settings.timeout}"
+            ) from error
+
+    # In the publishing thread.
+
+    def _take_over(self) -> None:
+        """Claim the run on rank 0, tell the others, and rebuild the committed head everywhere."""
+        claim = b""
+        if self._ranks.rank == 0:
+            claim = self._guarded(lambda: _claim_to_bytes(self._history.claim(uuid.uuid4().hex)))
+        self._claim = _claim_from_bytes(self._from_first(claim))
+        self._catch_up()
+        head = "no version yet" if self.head is None else f"head is version {self.head.version}"
+        logger.info("claimed run %s at %s with epoch %d: %s", self._run, self.store.url, self.epoch, head)
+
+    def _catch_up(self) -> None:
+        """Rebuild the head from the store as a late worker would; the baseline is cut from it at the next publish."""
+        self._close_caught_up()
+        self._base = None
+        head = b""
+        if self._ranks.rank == 0:
+            head = self._guarded(lambda: repr(self._history.head()).encode())
+        version = self._from_first(head)
+        if version == b"None":
+            self.head = None
+            return
+        subscriber = Subscriber.open(self._url, run=self._run)
+        self._caught_up = subscriber.__enter__()
+        self._caught_up.sync(int(version))
+        self.head = self._history.commit(int(version))
+        self._digests = tuple(self._caught_up.digests().values())
+        _HEAD.set(self.head.version)
+
+    def _close_caught_up(self) -> None:
+        if self._caught_up is not None:
+            self._caught_up.__exit__(None, None, None)
+            self._caught_up = None
+
+    def _publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest:
+        started = time.time()
+        try:
+            for _ in range(_MAX_CATCH_UPS):
+                manifest = self._try_publish(view, step, stepped_unix_seconds)
+                if manifest is not None:
+                    break
+                self._catch_up()
+            else:
+                raise StoreUnavailableError(f"run {self._run}: other learners kept committing; publish again")
+        except SparsewireError:
+            _PUBLISHED.labels("failed").inc()
+            raise
+        self._report(manifest, time.time() - started)
+        for listener in self._listeners:
+            listener(manifest)
+        self._upkeep()
+        return manifest
+
+    def _report(self, manifest: Manifest, seconds: float) -> None:
+        assert self.last_report is not None
+        report = self.last_report
+        _PUBLISHED.labels("committed").inc()
+        _WIRE_BYTES.labels(manifest.kind.value).inc(report.wire_bytes)
+        _HEAD.set(manifest.version)
+        _DENSITY.set(manifest.density)
+        for phase, value in (
+            ("encode", report.encode_seconds),
+            ("put", report.put_seconds),
+            ("commit", report.commit_seconds),
+        ):
+            _SECONDS.labels(phase).observe(value)
+        logger.info(
+            "committed version %d of run %s: %s, %d bytes, %.3f%% changed, %.2f s",
+            manifest.version, self._run, manifest.kind.value, report.wire_bytes, 100 * manifest.density, seconds,
+        )  # fmt: skip
+
+    def _try_publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest | None:
+        """Encode, gather, commit; None when the version was taken and the head must be rebuilt first."""
+        base = self._baseline(view)
+        version = 0 if self.head is None else self.head.version + 1
+        part, parts = self._write_parts(view, base, version)
+        started = time.monotonic()
+        reply = b""
+        if self._ranks.rank == 0:
+            reply = self._guarded(lambda: self._commit(view, parts, version, step, stepped_unix_seconds))
+        try:
+            outcome = self._from_first(reply)
+        except (StoreUnavailableError, DeadlineExceededError):
+            raise  # the commit may have arrived all the same, so its pack must stay
+        except SparsewireError:
+            self._discard(part)
+            raise
+        if outcome == b"taken":
+            self._discard(part)
+            return None
+        manifest = self._history.commit(version)
+        self._move_baseline(view, part, manifest)
+        self.last_report = PublishReport(
+            version=version,
+            kind=manifest.kind,
+            wire_bytes=manifest.link.num_bytes,
+            num_changed=manifest.num_changed,
+            num_elements=manifest.num_elements,
+            encode_seconds=part.encode_seconds,
+            put_seconds=part.put_seconds,
+            commit_seconds=time.monotonic() - started,
+            committed_unix_seconds=manifest.created_unix_seconds,
+        )
+        return manifest
+
+    def _baseline(self, view: LocalView) -> LocalView | None:
+        """Return this rank's shards at the committed head, None for a new run."""
+        if self.head is None:
+            return None
+        if self._caught_up is not None:
+            self._check_schema(view, self._caught_up.schema.sha256)
+            held = LocalView.of(self._caught_up.tensors())
+            self._base = LocalView(
+                view.schema,
+                view.starts,
+                tuple(
+                    whole[start : start + len(bits)].copy()
+                    for whole, start, bits in zip(held.bits, view.starts, view.bits, strict=True)
+                ),
+            )
+            self._close_caught_up()
+        assert self._base is not None
+        self._check_schema(view, self.head.schema_sha256)
+        if self._base.extents != view.extents:
+            raise SchemaMismatchError(
+                f"run {self._run}: this rank's shards moved between two publishes; open the publisher anew"
+            )
+        return self._base
+
+    def _check_schema(self, view: LocalView, sha256: bytes) -> None:
+        if view.schema.sha256 == sha256:
+            return
+        held = (
+            self._caught_up.schema if self._caught_up is not None else self._base.schema if self._base else view.schema
+        )
+        raise SchemaMismatchError(
+            f"run {self._run} at {self.store.url} is of another model: {describe_difference(view.schema, held)}; use another run id"
+        )
+
+    def _write_parts(self, view: LocalView, base: LocalView | None, version: int) -> tuple[Part, list[Part]]:
+        """Write this rank's pack and gather what all ranks wrote; if one failed, all discard theirs and raise."""
+        key = f"{pack_prefix(version)}{self.epoch:08d}-{uuid.uuid4().hex[:12]}-{self._ranks.rank:05d}.pack"
+        part: Part | None = None
+
+        def write() -> bytes:
+            nonlocal part
+            part = write_pack(
+                view, base, store=self.store, run=self._run, pack_key=key, chunk_bytes=self._settings.chunk_bytes
+            )
+            return part.to_bytes()
+
+        replies = self._ranks.all_gather(self._guarded(write))
+        try:
+            parts = [Part.from_bytes(_unwrap(reply, rank)) for rank, reply in enumerate(replies)]
+            if any(other.schema_sha256 != parts[0].schema_sha256 for other in parts):
+                raise SchemaMismatchError(f"run {self._run}: the ranks publish different names, dtypes or shapes")
+            check_cover(view.schema, [extent for other in parts for extent in other.extents])
+        except SparsewireError:
+            if part is not None:
+                self._discard(part)
+            raise
+        assert part is not None
+        return part, parts
+
+    def _commit(
+        self, view: LocalView, parts: Sequence[Part], version: int, step: int, stepped_unix_seconds: float
+    ) -> bytes:
+        """On rank 0: merge, check the claim, and put the manifest if absent."""
+        assert self._claim is not None
+        manifest = merge_parts(
+            parts,
+            run=self._run,
+            version=version,
+            schema=view.schema,
+            base=self.head,
+            base_digests=self._digests,
+            epoch=self.epoch,
+            step=step,
+            stepped_unix_seconds=stepped_unix_seconds,
+            now_unix_seconds=time.time(),
+        )
+        if self.head is None:
+            self._history.put_schema(view.schema)
+        self._history.check_claim(self._claim)
+        try:
+            self._history.put_commit(manifest, manifest.seal())
+        except AlreadyExistsError:
+            self._history.check_claim(self._claim)
+            other = self._history.commit(version)
+            if other.epoch > self.epoch:
+                raise FencedError(
+                    f"run {self._run}: version {version} was committed in epoch {other.epoch}, this is {self.epoch}"
+                ) from None
+            logger.warning(
+                "version %d was committed by epoch %d just before it was fenced; going on from it", version, other.epoch
+            )
+            return b"taken"
+        return b"committed"
+
+    def _move_baseline(self, view: LocalView, part: Part, manifest: Manifest) -> None:
+        if self._base is None:
+            self._base = LocalView(view.schema, view.starts, tuple(np.array(bits) for bits in view.bits))
+            self._digests = (ZERO,) * len(view.schema)
+        for patch in part.patches:
+            start = self._base.starts[patch.tensor]
+            apply_patch(
+                self._base.bits[patch.tensor],
+                replace(
+                    patch,
+                    start=patch.start - start,
+                    indices=None if patch.indices is None else patch.indices - start,
+                ),
+            )
+        self._digests = tuple(manifest.digests.get(tensor, digest) for tensor, digest in enumerate(self._digests))
+        self.head = manifest
+
+    def _discard(self, part: Part) -> None:
+        """Delete a pack that no manifest names."""
+        if part.pack is None:
+            return
+        try:
+            self.store.delete(self._history.key(part.pack.key))
+        except StoreError as error:
+            logger.warning("pack %s of a failed publish stays behind: %s", part.pack.key, error)
+
+    # After the commit.
+
+    def _upkeep(self) -> None:
+        """Write an anchor when one is due and prune; what fails here is tried again after the next commit."""
+        due = b""
+        if self._ranks.rank == 0:
+            due = self._guarded(self._anchor_is_due)
+        try:
+            if self._from_first(due) == b"due":
+                self._write_anchor()
+            if self._ranks.rank == 0:
+                self._prune()
+        except SparsewireError as error:
+            logger.warning("upkeep of run %s will be tried again after the next version: %s", self._run, error)
+
+    def _anchor_is_due(self) -> bytes:
+        return b"due" if anchor_due(self._history.links(), self._settings.anchor_fraction) else b"no"
+
+    def _write_anchor(self) -> None:
+        """Store the head complete, from the baselines of all ranks."""
+        assert self._base is not None
+        assert self.head is not None
+        part, parts = self._write_parts(self._base, None, self.head.version)
+        reply = b""
+        if self._ranks.rank == 0:
+            reply = self._guarded(lambda: self._put_anchor(parts))
+        try:
+            self._from_first(reply)
+        except SparsewireError:
+            self._discard(part)
+            raise
+
+    def _put_anchor(self, parts: Sequence[Part]) -> bytes:
+        assert self._base is not None
+        assert self.head is not None
+        head = self.head
+        merged = merge_parts(
+            parts,
+            run=self._run,
+            version=head.version,
+            schema=self._base.schema,
+            base=None,
+            base_digests=(),
+            epoch=self.epoch,
+            step=head.step,
+            stepped_unix_seconds=head.stepped_unix_seconds,
+            now_unix_seconds=head.created_unix_seconds,
+        )
+        if merged.version_digest != head.version_digest:
+            raise errors.DigestMismatchError(
+                f"run {self._run}: the baseline is not version {head.version}; restart this learner"
+            )
+        self._history.put_anchor(merged)
+        _WIRE_BYTES.labels(merged.kind.value).inc(merged.link.num_bytes)
+        logger.info("anchor of version %d: %d bytes", head.version, merged.link.num_bytes)
+        return b"stored"
+
+    def _prune(self) -> None:
+        assert self.head is not None
+        readers = self._history.readers(now_unix_seconds=time.time())
+        links = self._history.links()
+        kept = retained(links=links, head=self.head.version, window=self._settings.retain_versions, readers=readers)
+        for link in sorted(set(links) - kept, key=lambda link: link.version):
+            self._history.delete(link)
+            logger.info("pruned the %s of version %d (%d bytes)", link.kind.value, link.version, link.num_bytes)
+
+    # Speaking with the other ranks.
+
+    def _guarded(self, work: Callable[[], bytes]) -> bytes:
+        """Return the result behind `+`, or this package's error behind `-`, so that no rank waits for one that failed."""
+        try:
+            return b"+" + work()
+        except SparsewireError as error:
+            return b"-" + f"{type(error).__name__}:{error}".encode()
+
+    def _from_first(self, reply: bytes) -> bytes:
+        return _unwrap(self._ranks.all_gather(reply)[0], 0)
+
+
+def _unwrap(reply: bytes, rank: int) -> bytes:
+    """Return what a rank sent, or raise what it raised."""
+    if reply[:1] == b"+":
+        return reply[1:]
+    name, _, message = reply[1:].decode().partition(":")
+    kind = getattr(errors, name, SparsewireError)
+    raise kind(message if rank == 0 else f"rank {rank}: {message}")
+
+
+def _claim_to_bytes(claim: Claim) -> bytes:
+    return f"{claim.epoch} {claim.incarnation}".encode()
+
+
+def _claim_from_bytes(data: bytes) -> Claim:
+    epoch, incarnation = data.decode().split(" ")
+    return Claim(epoch=int(epoch), incarnation=incarnation)

@@ -1,0 +1,141 @@
+"""What a learner is told, checked all at once before anything is opened or loaded.
+
+Read by deploy's loader from TOML and by tests directly. After construction every field is usable as it is; nothing
+here touches the disk, the network or torch. Values never appear in messages about unknown keys, since a key that was
+mistyped may hold a secret.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from sparsewire.sync.errors import ConfigError
+from sparsewire.sync.rpc import check_address
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Device(StrEnum):
+    """Where the learner computes."""
+
+    AUTO = "auto"
+    """CUDA when there is one, else the CPU."""
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class ComputeDtype(StrEnum):
+    """Dtype of forward and backward; master weights, gradients and optimizer state are always float32."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class LearnerConfig(BaseModel):
+    """One learner of one run; every rank gets the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Everything in the store lives under this id."""
+    model: Path
+    """A local Hugging Face directory of a causal language model, with safetensors weights."""
+    store: str = Field(min_length=1)
+    """URL of the object store that versions are published to."""
+    directory: Path
+    """Ledger, checkpoints and events of this learner; survives restarts."""
+    weights_address: str | None = None
+    """host:port at which rank 0 serves the store's versions over gRPC; none: workers read the store themselves."""
+    trajectories_address: str
+    """host:port at which rank 0 leases work and receives trajectories."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+
+    task: str = Field(min_length=1)
+    """Name of the task that workers sample prompts from."""
+    seed: int = Field(default=0, ge=0)
+    num_steps: int = Field(ge=1)
+    """Optimizer steps of the whole run, those before a restart included."""
+    groups_per_step: int = Field(default=8, ge=1)
+    samples_per_group: int = Field(default=8, ge=1)
+    max_new_tokens: int = Field(default=12, ge=1)
+    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
+
+    learning_rate: float = Field(default=3e-6, gt=0.0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly to `learning_rate`."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
+    clip_high: float = Field(default=0.28, gt=0.0)
+    """Importance ratios count within [1 - clip_low, 1 + clip_high]."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Versions by which the oldest token of a trajectory may trail the learner's weights when it is trained."""
+
+    micro_batch_size: int = Field(default=16, ge=1)
+    """Sequences in one forward and backward of one rank."""
+    device: Device = Device.AUTO
+    compute_dtype: ComputeDtype = ComputeDtype.BFLOAT16
+    activation_checkpointing: bool = False
+    compile: bool = False
+    num_threads: int = Field(default=1, ge=1)
+    """Threads that torch may use for one operator on the CPU."""
+
+    publish_every_steps: int = Field(default=1, ge=1)
+    anchor_fraction: float = Field(default=0.5, gt=0.0)
+    """An anchor is written once the deltas since the last outweigh this fraction of it."""
+    retain_versions: int = Field(default=32, ge=2)
+    checkpoint_every_steps: int = Field(default=8, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+
+    lease_seconds: float = Field(default=120.0, gt=0.0)
+    """Time a worker has for a leased group before it is handed out again."""
+    batch_timeout_seconds: float = Field(default=900.0, gt=0.0)
+    """Longest wait for one batch; the learner ends with an error after it."""
+    drain_seconds: float = Field(default=60.0, ge=0.0)
+    """Longest time that a finished run keeps serving workers that still fetch or send."""
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> LearnerConfig:
+        problems = []
+        if self.retain_versions <= self.max_staleness:
+            problems.append(
+                f"retain_versions is {self.retain_versions} and max_staleness is {self.max_staleness}: versions would "
+                f"be deleted while workers may still use them; set retain_versions to at least {self.max_staleness + 1}"
+            )
+        if self.samples_per_group == 1:
+            problems.append(
+                "samples_per_group is 1: a group of one has no advantage and nothing would be learned; use 2 or more"
+            )
+        if max(self.betas) >= 1.0:
+            problems.append(f"betas are {self.betas}: both must be below 1")
+        if self.warmup_steps >= self.num_steps and self.num_steps > 1:
+            problems.append(
+                f"warmup_steps is {self.warmup_steps} and num_steps is {self.num_steps}: the learning rate would "
+                "never be reached"
+            )
+        for name in ("weights_address", "trajectories_address"):
+            address = getattr(self, name)
+            try:
+                if address is not None:
+                    check_address(address)
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
+        if problems:
+            raise PydanticCustomError("learner_config", "{problems}", {"problems": "; ".join(problems)})
+        return self
+
+    @property
+    def batch_timeout(self) -> timedelta:
+        """Longest wait for one batch."""
+        return timedelta(seconds=self.batch_timeout_seconds)
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Where checkpoints live."""
+        return self.directory / "checkpoints"
