@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,8 @@ def _write_tokenizer(directory: Path) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast_type: Any = PreTrainedTokenizerFast
+    fast = fast_type(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -70,7 +72,8 @@ def write_tiny_model(directory: Path, *, seed: int = 0, tie_word_embeddings: boo
         eos_token_id=2,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config)
+    make_model: Any = LlamaForCausalLM
+    model = make_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -82,7 +85,8 @@ def write_tiny_model(directory: Path, *, seed: int = 0, tie_word_embeddings: boo
             else:
                 parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
     model.to(torch.bfloat16)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=0)
+    make_generation_config: Any = GenerationConfig
+    model.generation_config = make_generation_config(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=0)
     model.save_pretrained(directory)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+
 from sparsewire.deploy.models import describe_missing_model, resolve_model
 from sparsewire.rollout.config import WorkerConfig
 from sparsewire.rollout.tasks import open_task

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sparsewire.deploy.progress import PHASES, Applied, Progress
 from sparsewire.sync.errors import ConfigError
@@ -226,7 +226,7 @@ def _top(totals: Sequence[float]) -> float:
     return min(highest * 1.08, max(_OUTLIER * median(totals), 1e-3))
 
 
-def _byte_ticks(value: float, _: int) -> str:
+def _byte_ticks(value: float, _: float | None) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:g} {unit}"
@@ -246,7 +246,7 @@ def _svg(name: str, draw: Callable[[Figure], None], *, width: float = 5.1, heigh
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("the report needs matplotlib: pip install 'sparsewire[demo]'") from error
-    with mpl.rc_context(dict(_STYLE)):
+    with mpl.rc_context(cast(Any, _STYLE)):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
         out = io.StringIO()

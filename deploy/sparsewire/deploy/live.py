@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
 from sparsewire.deploy.progress import Progress
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -51,7 +52,7 @@ def format_seconds(seconds: float) -> str:
 
 def format_share(part: float, whole: float) -> str:
     """Return a part of a whole in percent; a dash without a whole."""
-    return f"{part / whole:.2%}" if whole else "–"
+    return f"{part / whole:.2%}" if whole else "-"
 
 
 def screen(progress: Progress, *, now_unix_seconds: float) -> RenderableType:
@@ -111,18 +112,18 @@ def _regions(progress: Progress, now_unix_seconds: float) -> RenderableType:
     for region in progress.regions.values():
         behind = progress.lag_versions(region.name)
         seconds = progress.lag_seconds(region.name, now_unix_seconds)
-        lag = "–" if behind is None or seconds is None else f"{behind} v, {format_seconds(seconds)}" if behind else "0"
+        lag = "-" if behind is None or seconds is None else f"{behind} v, {format_seconds(seconds)}" if behind else "0"
         last = region.applied[-1] if region.applied else None
         weights, trajectories = (progress.links.get((region.name, service)) for service in ("weights", "trajectories"))
         name = region.name + (f" [dim]{round_trips[region.name]:g} ms[/dim]" if region.name in round_trips else "")
         table.add_row(
             name,
-            "–" if region.version is None else f"[bold]{region.version}[/bold]",
+            "-" if region.version is None else f"[bold]{region.version}[/bold]",
             f"[yellow]{lag}[/yellow]" if behind else lag,
-            format_seconds(last.step_to_serving_seconds) if last and last.stepped_unix_seconds else "–",
-            format_seconds(last.pause_seconds) if last else "–",
-            format_bytes(weights.down_bytes + weights.up_bytes) if weights else "–",
-            format_bytes(trajectories.down_bytes + trajectories.up_bytes) if trajectories else "–",
+            format_seconds(last.step_to_serving_seconds) if last and last.stepped_unix_seconds else "-",
+            format_seconds(last.pause_seconds) if last else "-",
+            format_bytes(weights.down_bytes + weights.up_bytes) if weights else "-",
+            format_bytes(trajectories.down_bytes + trajectories.up_bytes) if trajectories else "-",
             f"{region.num_tokens:,}",
             f"{region.num_trajectories:,}",
         )
@@ -130,7 +131,7 @@ def _regions(progress: Progress, now_unix_seconds: float) -> RenderableType:
 
 
 def _ledger_line(progress: Progress) -> RenderableType:
-    parts = []
+    parts: list[str] = []
     for name, value in progress.ledger.items():
         if isinstance(value, dict):
             parts.extend(f"{name} {reason} {count}" for reason, count in value.items() if count)

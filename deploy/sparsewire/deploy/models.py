@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from sparsewire.sync.errors import ConfigError, DeadlineExceededError
 
@@ -117,8 +118,8 @@ def _convert(gguf: Path, target: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
-        import transformers
 
+        transformers: Any = importlib.import_module("transformers")
         importlib.import_module("gguf")
     except ImportError as error:
         raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
 from sparsewire.deploy.figures import (
     bytes_figure,
     density_figure,
@@ -76,12 +77,12 @@ def region_sheet(progress: Progress) -> Sheet:
         rows.append(
             (
                 name,
-                "–" if region.version is None else str(region.version),
+                "-" if region.version is None else str(region.version),
                 f"{found.get('num_verified', 0)} of {len(region.applied)}",
-                format_seconds(median(total)) if total else "–",
-                format_seconds(max(total)) if total else "–",
-                format_seconds(median(pauses)) if pauses else "–",
-                format_seconds(max(pauses)) if pauses else "–",
+                format_seconds(median(total)) if total else "-",
+                format_seconds(max(total)) if total else "-",
+                format_seconds(median(pauses)) if pauses else "-",
+                format_seconds(max(pauses)) if pauses else "-",
                 f"{region.num_trajectories:,}",
                 f"{region.num_tokens:,}",
                 str(len(region.failures)),
@@ -111,7 +112,7 @@ def phase_sheet(progress: Progress) -> Sheet:
     for name in progress.regions:
         updates = updates_of(progress, name)
         rows.append(
-            (name, *(format_seconds(median(a.phases[phase] for a in updates)) if updates else "–" for phase in PHASES))
+            (name, *(format_seconds(median(a.phases[phase] for a in updates)) if updates else "-" for phase in PHASES))
         )
     return Sheet(
         title="From optimizer step to serving",
@@ -134,11 +135,11 @@ def wan_sheet(progress: Progress) -> Sheet:
         rows.append(
             (
                 name,
-                format_bytes(weights.down_bytes) if weights else "–",
-                format_bytes(weights.up_bytes) if weights else "–",
+                format_bytes(weights.down_bytes) if weights else "-",
+                format_bytes(weights.up_bytes) if weights else "-",
                 format_bytes(per_region),
-                format_share(moved, per_region) if weights else "–",
-                format_bytes(home.up_bytes + home.down_bytes) if home else "–",
+                format_share(moved, per_region) if weights else "-",
+                format_bytes(home.up_bytes + home.down_bytes) if home else "-",
             )
         )
     rows.append(
@@ -309,10 +310,7 @@ def render_report(progress: Progress) -> str:
         verdict_class="good" if proved else "bad",
         tiles=tiles,
         figures=figures,
-        sheets="".join(
-            _table(sheet)
-            for sheet in (region_sheet(progress), phase_sheet(progress), wan_sheet(progress))
-        ),
+        sheets="".join(_table(sheet) for sheet in (region_sheet(progress), phase_sheet(progress), wan_sheet(progress))),
         ledger=_table(ledger_sheet(progress)),
         configuration=_table(
             Sheet(title="Configuration", headings=("key", "value"), rows=list(_flat(progress.configuration)))

@@ -27,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
+
 from sparsewire.deploy.audit import audit_run
 from sparsewire.deploy.live import LiveView
 from sparsewire.deploy.models import resolve_model
@@ -106,11 +107,11 @@ class Fleet:
 
     def exits(self) -> list[tuple[Member, int]]:
         """Return who has ended since the last look, with the exit code; hand it to `settle`."""
-        found = []
-        for member in self.members:
-            if member.child is not None and (code := member.child.exit_code()) is not None:
-                found.append((member, code))
-        return found
+        return [
+            (member, code)
+            for member in self.members
+            if member.child is not None and (code := member.child.exit_code()) is not None
+        ]
 
     def settle(self, exits: Sequence[tuple[Member, int]], progress: Progress, now: float) -> None:
         """Judge those who ended, and look whether anybody who was away is back.

