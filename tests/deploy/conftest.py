@@ -253,11 +253,12 @@ def link(region: str, service: str, at: float, down_bytes: int, up_bytes: int) -
     }
 
 
-@pytest.fixture
-def recorded_run(tmp_path: Path) -> Path:
-    """The folder of a finished run of 24 steps."""
-    write_run(tmp_path / "example")
-    return tmp_path / "example"
+@pytest.fixture(scope="session")
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of 24 steps; tests only read it."""
+    directory = tmp_path_factory.mktemp("recorded") / "example"
+    write_run(directory)
+    return directory
 
 
 @pytest.fixture

@@ -184,9 +184,8 @@ def staleness_figure(progress: Progress) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         values = list(range(max(counts, default=0) + 1))
-        bars = axes.bar(
-            [str(value) for value in values], [counts[value] for value in values], width=0.6, color=SERIES[2]
-        )
+        bars = axes.bar(values, [counts[value] for value in values], width=0.6, color=SERIES[2])
+        axes.set_xticks(values)
         axes.bar_label(bars, [f"{counts[value]:,}" for value in values], color=_INK, padding=3, fontsize=9)
         axes.set_xlabel("versions between sampling and training")
         axes.margins(y=0.15)

@@ -170,7 +170,10 @@ class LiveView:
         self._shown_notes = len(progress.notes)
         for step in progress.ordered_steps:
             if step.step > self._shown_step:
-                versions = ", ".join(f"{region.name} v{region.version}" for region in progress.regions.values())
+                versions = ", ".join(
+                    f"{region.name} v{'-' if region.version is None else region.version}"
+                    for region in progress.regions.values()
+                )
                 share = format_share(progress.weight_bytes, progress.full_bytes)
                 self.say(
                     f"step {step.step}/{progress.num_steps}: reward {step.reward_mean:.3f}, "

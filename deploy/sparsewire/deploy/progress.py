@@ -383,8 +383,14 @@ class EventTail:
         A line still being written is left for the next call; a line that is no event is skipped.
         """
         paths = [self._directory / "events.jsonl", *sorted(self._directory.glob("*/events.jsonl"))]
-        events = [event for path in paths if path.is_file() for event in self._read_file(path)]
-        return sorted(events, key=lambda event: float(event.get("time_unix_seconds", 0.0)))
+        timed: list[tuple[float, Event]] = []
+        for path in paths:
+            # Within a file the order of its lines holds, even where a clock was set back.
+            newest = 0.0
+            for event in self._read_file(path) if path.is_file() else ():
+                newest = max(newest, float(event.get("time_unix_seconds", 0.0)))
+                timed.append((newest, event))
+        return [event for _, event in sorted(timed, key=lambda pair: pair[0])]
 
     def _read_file(self, path: Path) -> Iterator[Event]:
         with path.open("rb") as file:

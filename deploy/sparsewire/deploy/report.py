@@ -67,43 +67,46 @@ def verdict(progress: Progress) -> tuple[bool, str]:
 
 
 def region_sheet(progress: Progress) -> Sheet:
-    """Return, per region, what it served and how fast."""
-    rows = []
+    """Return what each region served and how fast: a column a region."""
+    columns: list[list[str]] = []
     for name, region in progress.regions.items():
         found = progress.audit.get("regions", {}).get(name, {})
         updates = updates_of(progress, name)
-        total = [applied.step_to_serving_seconds for applied in updates]
+        totals = [applied.step_to_serving_seconds for applied in updates]
         pauses = [applied.pause_seconds for applied in updates]
-        rows.append(
-            (
-                name,
+        columns.append(
+            [
                 "-" if region.version is None else str(region.version),
                 f"{found.get('num_verified', 0)} of {len(region.applied)}",
-                format_seconds(median(total)) if total else "-",
-                format_seconds(max(total)) if total else "-",
-                format_seconds(median(pauses)) if pauses else "-",
-                format_seconds(max(pauses)) if pauses else "-",
+                _median_and_max(totals),
+                _median_and_max(pauses),
+                {True: "local disk", False: "the network", None: "-"}[region.seeded],
                 f"{region.num_trajectories:,}",
                 f"{region.num_tokens:,}",
                 str(len(region.failures)),
-            )
+                str(max(0, region.num_starts - 1)),
+            ]
         )
+    measures = (
+        "version at the end",
+        "updates verified",
+        "step to serving, median (max)",
+        "pause, median (max)",
+        "starting weights from",
+        "trajectories made",
+        "tokens made",
+        "failed updates",
+        "restarts",
+    )
     return Sheet(
         title="Regions",
-        headings=(
-            "region",
-            "version",
-            "verified",
-            "step to serving (median)",
-            "(max)",
-            "pause (median)",
-            "(max)",
-            "trajectories",
-            "tokens",
-            "failed updates",
-        ),
-        rows=rows,
+        headings=("", *progress.regions),
+        rows=[(measure, *(column[row] for column in columns)) for row, measure in enumerate(measures)],
     )
+
+
+def _median_and_max(seconds: Sequence[float]) -> str:
+    return f"{format_seconds(median(seconds))} ({format_seconds(max(seconds))})" if seconds else "-"
 
 
 def phase_sheet(progress: Progress) -> Sheet:

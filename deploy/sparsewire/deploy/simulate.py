@@ -29,6 +29,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sparsewire.deploy.audit import audit_run
+from sparsewire.deploy.config_file import Problem
 from sparsewire.deploy.live import LiveView
 from sparsewire.deploy.models import resolve_model
 from sparsewire.deploy.processes import (
@@ -197,8 +198,8 @@ def has_finished(role: str, progress: Progress) -> bool:
     return region is not None and (learner_done or region.end_reason == "run_complete")
 
 
-def simulate(settings: SimSettings, *, stop: StopSignal, console: Console) -> int:
-    """Run a simulation to its end and return its exit code.
+def simulate(settings: SimSettings, *, stop: StopSignal, console: Console, known: Sequence[Problem] = ()) -> int:
+    """Run a simulation to its end and return its exit code; `known` are problems of the settings found before.
 
     0 when every step was made and every region ended at the newest version with verified digests, 1 when not, 128
     plus the signal when it was asked to stop.
@@ -207,7 +208,7 @@ def simulate(settings: SimSettings, *, stop: StopSignal, console: Console) -> in
         ConfigError: the settings cannot work; lists every problem.
         SparsewireError: a process failed to start, or one could not be ended.
     """
-    check_settings(settings)
+    check_settings(settings, known=known)
     console.print(f"model {settings.model}: resolving", style="dim")
     plan = plan_simulation(settings, model=resolve_model(settings.model))
     settings.directory.mkdir(parents=True, exist_ok=True)

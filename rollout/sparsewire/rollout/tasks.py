@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ NUM_REASONING_GYM_ITEMS = 1 << 20
 """Items of a reasoning-gym dataset; higher item numbers start over."""
 
 _MAX_ANSWER_CHARACTERS = 10_000
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Task(Protocol):
@@ -39,7 +41,11 @@ class Task(Protocol):
 
 
 class Addition:
-    """Sums of two two-digit numbers, 8100 of them; the reward is 1 for exactly the number and nothing else."""
+    """Sums of two two-digit numbers, 8100 of them; the reward is 1 when the last number of the answer is the sum.
+
+    SmolLM2-135M-Instruct starts at 0.03 with 12 tokens at temperature 1, with both outcomes in a fifth of groups of 8
+    (384 samples); under an exact match of the whole answer it starts at 0.00, which leaves nothing to learn from.
+    """
 
     def _terms(self, item: int) -> tuple[int, int]:
         digest = hashlib.sha256(b"addition %d" % item).digest()
@@ -52,9 +58,10 @@ class Addition:
         return f"What is {a} + {b}? Answer with just the number."
 
     def score(self, item: int, completion: str) -> float:
-        """Return 1.0 when the completion is the sum, give or take white space around it, else 0.0."""
+        """Return 1.0 when the last number in the completion is the sum, else 0.0."""
         a, b = self._terms(item)
-        return float(completion.strip() == str(a + b))
+        numbers = _NUMBER.findall(completion)
+        return float(bool(numbers) and numbers[-1] == str(a + b))
 
 
 class ReasoningGym:

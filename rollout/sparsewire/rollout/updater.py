@@ -173,11 +173,10 @@ class Updater:
     # One version.
 
     def update_once(self, *, timeout: timedelta) -> bool:
-        """Wait up to `timeout` for something to land, try to land it, and return whether the served version changed.
+        """Wait up to `timeout` for something to land, try to land it, and return whether a version did.
 
         A failure is counted, logged in one line, and followed by a wait that a newer version or `stop` cuts short.
         """
-        before = self._served
         try:
             if self._subscriber.staged() is None and not self._subscriber.wait_for_newer(timeout=timeout):
                 return False
@@ -185,7 +184,7 @@ class Updater:
             self._num_fetch_failures = 0
         except SparsewireError as error:
             _SYNC_FAILURES.inc()
-            logger.warning("no newer version could be fetched, serving %s: %s", before, error)
+            logger.warning("no newer version could be fetched, serving %s: %s", self._served, error)
             self._events.emit("apply_failed", version=self._subscriber.version, phase="fetch", reason=str(error))
             self._back_off(self._num_fetch_failures)
             self._num_fetch_failures += 1
@@ -195,10 +194,10 @@ class Updater:
             return False
         if self._land(update):
             self._num_land_failures = 0
-        else:
-            self._back_off(self._num_land_failures)
-            self._num_land_failures += 1
-        return self._served != before
+            return True
+        self._back_off(self._num_land_failures)
+        self._num_land_failures += 1
+        return False
 
     def _next(self) -> StagedUpdate | None:
         """Return what the engine misses; as a whole load where its own weights cannot be built upon."""

@@ -9,6 +9,8 @@ is needed.
 Shape legend: N sequences of the batch, B of a micro-batch, T tokens, K scored positions.
 """
 
+# ruff: noqa: N815 -- fields carry shape suffixes, see the legend
+
 from __future__ import annotations
 
 import logging
@@ -19,6 +21,7 @@ from io import BytesIO
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from sparsewire.sync.trajectories.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,8 @@ def group_advantages(rewards: Sequence[float]) -> npt.NDArray[np.float32]:
     # Scaled first, so that neither huge nor tiny rewards leave float64's range when squared.
     centred = values / np.abs(values).max()
     centred = centred - centred.mean()
-    return (centred / centred.std()).astype(np.float32)
+    advantages: npt.NDArray[np.float32] = (centred / centred.std()).astype(np.float32)
+    return advantages
 
 
 def assemble(groups: Sequence[Sequence[Trajectory]], *, version: int, vocabulary_size: int) -> TrainingBatch:
@@ -145,9 +149,7 @@ def micro_batches(
     real = len(cuts)
     # Collectives of the model need the same number of passes on every rank.
     cuts += [order[-1:]] * (-real % size)
-    return [
-        _pad(batch, cuts[number], masked=number >= real, device=device) for number in range(rank, len(cuts), size)
-    ]
+    return [_pad(batch, cuts[number], masked=number >= real, device=device) for number in range(rank, len(cuts), size)]
 
 
 def _pad(batch: TrainingBatch, rows: npt.NDArray[np.intp], *, masked: bool, device: torch.device) -> MicroBatch:

@@ -22,8 +22,6 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
-from sparsewire.sync.errors import ConfigError, DamagedError, SchemaMismatchError
-from sparsewire.trainer.config import ComputeDtype
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +29,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from sparsewire.sync.errors import ConfigError, DamagedError, SchemaMismatchError
+from sparsewire.trainer.config import ComputeDtype
 
 logger = logging.getLogger(__name__)
 
@@ -104,16 +105,22 @@ def load_model(
     return model
 
 
+def vocabulary_size(model: CausalLM) -> int:
+    """Return how many token ids the model knows."""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embeddings.num_embeddings)
+
+
 def _build_without_storage(directory: Path) -> CausalLM:
     """Return the architecture with parameters on the meta device and buffers computed for real."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {directory}: not a causal language model that transformers can build: {error}") from error
-    model.config.use_cache = False
-    assert isinstance(model, nn.Module)
+        raise ConfigError(
+            f"model {directory}: not a causal language model that transformers can build: {error}"
+        ) from error
     return model
 
 
@@ -128,7 +135,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
