@@ -146,7 +146,7 @@ def load_trace(directory: Path) -> list[dict[str, npt.NDArray[np.uint16]]]:
         }
     ]
     for path in sorted(directory.glob("*.xor.zst")):
-        flat = np.frombuffer(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()), np.uint16)
+        flat = np.frombuffer(zstandard.decompress(path.read_bytes()), np.uint16)
         version, at = {}, 0
         for name, old in versions[-1].items():
             version[name] = old ^ flat[at : at + old.size].reshape(old.shape)

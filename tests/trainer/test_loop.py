@@ -167,14 +167,13 @@ def test_a_store_that_lost_the_run_is_refused(
     config: LearnerConfig, tmp_path: Path, scripted_worker: Callable[..., Any], wait_until: WaitUntil
 ) -> None:
     stop = threading.Event()
-    with learner_thread(config, stop) as done:
-        with scripted_worker(
-            address=f"127.0.0.1:{_port(config, wait_until)}", run="r1", directory=tmp_path,
-            version=newest_version(config), seed=0,
-        ):  # fmt: skip
-            wait_until(lambda: len(events_of(config, "step")) >= 1, timeout=_PATIENCE, what="a step")
-            stop.set()
-            done.result(_PATIENCE.total_seconds())
+    with learner_thread(config, stop) as done, scripted_worker(
+        address=f"127.0.0.1:{_port(config, wait_until)}", run="r1", directory=tmp_path,
+        version=newest_version(config), seed=0,
+    ):  # fmt: skip
+        wait_until(lambda: len(events_of(config, "step")) >= 1, timeout=_PATIENCE, what="a step")
+        stop.set()
+        done.result(_PATIENCE.total_seconds())
     elsewhere = config.model_copy(update={"store": f"file://{tmp_path}/empty"})
     with pytest.raises(ConfigError, match="give the store that the run was started with"):
         run_learner(elsewhere, stop=threading.Event())

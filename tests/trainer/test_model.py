@@ -114,7 +114,7 @@ def test_the_view_rounds_to_nearest_even_bit_for_bit() -> None:
     # A NaN stays one, but which one is the converter's choice.
     values = values[~np.isnan(values)]
     ties = (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
-    values = np.concatenate([values, ties[~np.isnan(ties)], np.float32([0.0, -0.0, np.inf, -np.inf])])
+    values = np.concatenate([values, ties[~np.isnan(ties)], np.asarray([0.0, -0.0, np.inf, -np.inf], np.float32)])
     ours = to_bfloat16(torch.from_numpy(values.copy()))
     with np.errstate(over="ignore"):
         expected = values.astype(ml_dtypes.bfloat16)

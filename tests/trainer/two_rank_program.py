@@ -74,8 +74,9 @@ def _write(directory: Path, learner: Learner, group: ProcessGroup) -> None:
     np.savez(directory / f"shards-{group.rank}.npz", allow_pickle=False, **shards)
     whole = {}
     for name, parameter in canonical_parameters(learner.model).items():
-        assert isinstance(parameter, DTensor)
-        full = parameter.detach().full_tensor()
+        tensor = parameter.detach()
+        assert isinstance(tensor, DTensor)
+        full = tensor.full_tensor()
         whole[f"{name}:float32"] = full.numpy()
         whole[f"{name}:bfloat16"] = full.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     if group.rank == 0:

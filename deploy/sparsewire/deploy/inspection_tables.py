@@ -20,10 +20,10 @@ _WIDE = 120
 def print_run(summaries: Sequence[VersionSummary], console: Console) -> None:
     """Print one row per stored way to a version."""
     wide = console.width >= _WIDE
-    table = Table(box=SIMPLE_HEAD, header_style="dim")
-    table.add_column("version", justify="right")
+    table = Table(box=SIMPLE_HEAD, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("ver", justify="right")
     table.add_column("kind", no_wrap=True)
-    for heading in ("base", "bytes", "changed", "density", "epoch", "step"):
+    for heading in ("base", "bytes", "changed", "density", "ep", "step"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("sealed (UTC)", no_wrap=True)
     if wide:
@@ -61,15 +61,21 @@ def print_version(detail: VersionDetail, console: Console) -> None:
         highlight=False,
     )
     console.print(f"digest {summary.digest}, by {summary.build}", highlight=False)
+    packs = {key: number for number, key in enumerate(dict.fromkeys(chunk.pack for chunk in detail.chunks))}
+    for key, number in packs.items():
+        console.print(f"pack {number}: {key}", highlight=False, soft_wrap=True)
     chunks = Table(
-        title=f"{len(detail.chunks)} chunks, hashes checked", title_justify="left", box=SIMPLE_HEAD, header_style="dim"
+        title=f"{len(detail.chunks)} chunks, hashes checked",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        header_style="dim",
+        pad_edge=False,
     )
-    chunks.add_column("pack", overflow="fold")
-    for heading in ("offset", "bytes", "dtype", "ranges", "elements", "sparse", "dense"):
+    for heading in ("pack", "offset", "bytes", "dtype", "ranges", "elements", "sparse", "dense"):
         chunks.add_column(heading, justify="right")
     for chunk in detail.chunks[:_SHOWN_CHUNKS]:
         chunks.add_row(
-            chunk.pack,
+            str(packs[chunk.pack]),
             f"{chunk.offset:,}",
             f"{chunk.num_bytes:,}",
             chunk.dtype,

@@ -73,7 +73,7 @@ def region_sheet(progress: Progress) -> Sheet:
         found = progress.audit.get("regions", {}).get(name, {})
         updates = updates_of(progress, name)
         totals = [applied.step_to_serving_seconds for applied in updates]
-        pauses = [applied.pause_seconds for applied in updates]
+        pauses = [applied.stopped_seconds for applied in updates]
         columns.append(
             [
                 "-" if region.version is None else str(region.version),
@@ -91,7 +91,7 @@ def region_sheet(progress: Progress) -> Sheet:
         "version at the end",
         "updates verified",
         "step to serving, median (max)",
-        "pause, median (max)",
+        "engine stopped, median (max)",
         "starting weights from",
         "trajectories made",
         "tokens made",
@@ -121,8 +121,8 @@ def phase_sheet(progress: Progress) -> Sheet:
         title="From optimizer step to serving",
         headings=("region", *PHASES),
         rows=rows,
-        note="Medians. publish: encode, store, commit. wait: announcing, polling, updates before this one. The engine "
-        "generates through all phases but pause.",
+        note="Medians. publish: encode, store, commit. stage: scatter into the mirror, prepare the patch. stopped: the "
+        "engine makes no token; it generates through all other phases. other: updates before this one, retries.",
     )
 
 
@@ -204,10 +204,14 @@ def key_numbers(progress: Progress) -> list[tuple[str, str, str]]:
         )
     updates = [applied for name in progress.regions for applied in updates_of(progress, name)]
     if updates:
-        pauses = [applied.pause_seconds for applied in updates]
+        pauses = [applied.stopped_seconds for applied in updates]
         totals = [applied.step_to_serving_seconds for applied in updates]
         numbers.append(
-            (format_seconds(median(pauses)), "median pause of an engine", f"longest {format_seconds(max(pauses))}")
+            (
+                format_seconds(median(pauses)),
+                "engine stopped per update, median",
+                f"longest {format_seconds(max(pauses))}",
+            )
         )
         numbers.append(
             (
@@ -290,7 +294,7 @@ def render_report(progress: Progress) -> str:
             ),
             _figure(
                 "From optimizer step to serving",
-                "One bar a version, by phase. Engines stand still only in the last phase.",
+                "One bar a version, by phase. The engine generates through all phases but stopped.",
                 serving_figure(progress),
                 wide=True,
             ),

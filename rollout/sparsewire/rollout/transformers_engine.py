@@ -31,10 +31,11 @@ from transformers.utils import logging as transformers_logging
 from sparsewire.rollout.engine import EngineTensor, Generation, GenerationRequest, Placement
 from sparsewire.rollout.gate import StepGate
 from sparsewire.rollout.handshake import Binding, handshake
+from sparsewire.rollout.proof import digest_of
 from sparsewire.rollout.sampling import choose_tokens, uniform_at
 from sparsewire.rollout.storage import LiveTensor
 from sparsewire.sync.delta import TensorPatch
-from sparsewire.sync.digest import TensorDigest
+from sparsewire.sync.digest import ZERO, TensorDigest
 from sparsewire.sync.errors import ConfigError, EngineError, SchemaMismatchError
 from sparsewire.sync.trajectories.types import FinishReason, VersionSpan
 from sparsewire.sync.types import Dtype, Schema, bits_of
@@ -284,6 +285,16 @@ class TransformersEngine:
             if name not in schema.index:
                 raise SchemaMismatchError(f"tensor {name} is not part of the run, so it has no digest here")
             digests[name] = self._places[schema.index[name]].digest()
+        return digests
+
+    def digest_at(self, patches: Iterable[TensorPatch]) -> Mapping[str, TensorDigest]:
+        """Digest live weights at the positions of patches, by the run's names; see `proof.ReadsBack`."""
+        schema = self._bound()
+        digests: dict[str, TensorDigest] = {}
+        for patch in patches:
+            name = schema[patch.tensor].name
+            live = digest_of(patch, self._places[patch.tensor].read(patch))
+            digests[name] = digests.get(name, ZERO) + live
         return digests
 
     def encode_chat(self, prompt: str) -> npt.NDArray[np.int32]:

@@ -119,7 +119,7 @@ class FaultyS3:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 20
-    wbufsize = 1 << 20
+    disable_nagle_algorithm = True
     state: ClassVar[FaultyS3]
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so

@@ -119,7 +119,7 @@ def test_lost_acknowledgements_end_with_each_sample_once(
         with sender_to(spool, link.address) as sender:
             sender.flush(SOON)
         counts = ledger.verify()
-        assert link.num_cut == 8
+        assert link.num_cut >= 4
         assert counts.num_received == 200
         assert counts.num_duplicates > 0
         assert counts.num_groups_complete == 100
