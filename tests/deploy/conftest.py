@@ -74,7 +74,7 @@ def write_run(directory: Path, *, num_steps: int = 24) -> None:
                 None,
                 0,
                 START + 12,
-                START + 16,
+                START + 17,
                 {"fetch": 0.1, "decode": 2.0, "mirror": 0.1, "stage": 0.1, "paused": 0.4},
             ),
         ]
@@ -118,7 +118,7 @@ def write_run(directory: Path, *, num_steps: int = 24) -> None:
                 "audit": 0.05,
                 "paused": chance.uniform(0.011, 0.03),
             }
-            behind = chance.uniform(0.1, 1.0) + (60.0 if region == "eu" and step == 15 else 0.0)
+            behind = chance.uniform(0.4, 1.0) + (60.0 if region == "eu" and step == 15 else 0.0)
             serving = (
                 at + 1.1 + behind + sum(seconds[phase] for phase in ("fetch", "decode", "mirror", "stage", "paused"))
             )

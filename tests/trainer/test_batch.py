@@ -75,7 +75,7 @@ def _scored(part: MicroBatch) -> list[tuple[int, float, float]]:
     size=st.integers(1, 4),
     micro_batch_size=st.integers(1, 5),
 )
-def test_every_completion_token_is_scored_once_whatever_the_ranks(
+def test_every_completion_token_with_an_advantage_is_scored_once_whatever_the_ranks(
     lengths: list[tuple[int, int]], size: int, micro_batch_size: int
 ) -> None:
     random = np.random.default_rng(0)
@@ -85,7 +85,7 @@ def test_every_completion_token_is_scored_once_whatever_the_ranks(
         prompt_lengths_N=prompts,
         completion_lengths_N=completions,
         behaviour_logprobs=random.normal(size=int(completions.sum())).astype(np.float32),
-        advantages_N=random.normal(size=len(lengths)).astype(np.float32),
+        advantages_N=np.where(random.random(len(lengths)) < 0.3, 0.0, 1.0 + np.arange(len(lengths))).astype(np.float32),
         rewards_N=np.zeros(len(lengths)),
         staleness_N=np.zeros(len(lengths), np.int32),
     )
@@ -97,14 +97,22 @@ def test_every_completion_token_is_scored_once_whatever_the_ranks(
     expected = []
     tokens = np.split(batch.token_ids, np.cumsum(prompts + completions)[:-1])
     logprobs = np.split(batch.behaviour_logprobs, np.cumsum(completions)[:-1])
+    num_tokens = 0
+    some = bool((batch.advantages_N != 0).any())
     for row, (ids, made) in enumerate(zip(tokens, logprobs, strict=True)):
         first = 1 if prompts[row] == 0 else 0
         completion = ids[prompts[row] :][first:]
+        num_tokens += len(completion)
+        if not some or batch.advantages_N[row] == 0:
+            continue
         for token, logprob in zip(completion, made[first:], strict=True):
             expected.append((int(token), float(logprob), float(batch.advantages_N[row])))
     scored = [entry for parts in dealt for part in parts for entry in _scored(part)]
-    assert sorted(scored) == sorted(expected)
-    assert batch.num_tokens == len(expected)
+    if some:
+        assert sorted(scored) == sorted(expected)
+    else:
+        assert all(advantage == 0.0 for _, _, advantage in scored)
+    assert batch.num_tokens == num_tokens
 
 
 def test_micro_batches_are_the_same_for_one_rank_and_two(groups: Callable[..., list[list[Trajectory]]]) -> None:

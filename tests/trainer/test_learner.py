@@ -87,6 +87,21 @@ def test_a_gradient_or_loss_that_is_not_finite_changes_nothing_and_counts_as_ski
     assert not learner.step(batch).skipped
 
 
+def test_leaving_out_rows_without_advantage_does_not_change_the_gradient(
+    group: ProcessGroup, tiny_model: Path, groups: Groups, trajectory: Callable[..., Trajectory]
+) -> None:
+    mixed = groups(seed=0)
+    alike = [trajectory(group=9, sample=sample, completion=(7, 8, 9), reward=1.0) for sample in range(4)]
+    with_rows, scaled = _learner(group, tiny_model), _learner(group, tiny_model)
+    batch = assemble([*mixed, alike], version=0, vocabulary_size=256)
+    alone = assemble(mixed, version=0, vocabulary_size=256)
+    one, other = with_rows.step(batch), scaled.step(alone)
+    # The mean is over all tokens, those of the group that was left out included.
+    assert one.num_tokens == other.num_tokens + 12
+    assert one.num_scored_tokens == other.num_scored_tokens <= other.num_tokens
+    assert one.grad_norm * one.num_tokens == pytest.approx(other.grad_norm * other.num_tokens, rel=1e-5)
+
+
 def test_a_batch_of_equal_rewards_has_no_gradient(
     group: ProcessGroup, tiny_model: Path, trajectory: Callable[..., Trajectory]
 ) -> None:

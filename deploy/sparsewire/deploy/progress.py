@@ -331,8 +331,9 @@ class Progress:
                 region.version = applied.version
             case "apply_failed":
                 line = f"version {event.get('version')}: {event.get('phase')}: {event.get('reason')}"
+                if line not in region.failures[-1:]:
+                    self.notes.append((at, f"update failed in {region.name}: {line}"))
                 region.failures.append(line)
-                self.notes.append((at, f"update failed in {region.name}: {line}"))
             case "generated":
                 region.num_tokens += int(event.get("num_tokens", 0))
                 region.num_trajectories += int(event.get("num_trajectories", 0))

@@ -110,19 +110,24 @@ def _median_and_max(seconds: Sequence[float]) -> str:
 
 
 def phase_sheet(progress: Progress) -> Sheet:
-    """Return, per region, the median time from optimizer step to serving by phase."""
-    rows = []
-    for name in progress.regions:
-        updates = updates_of(progress, name)
-        rows.append(
-            (name, *(format_seconds(median(a.phases[phase] for a in updates)) if updates else "-" for phase in PHASES))
+    """Return the median time from optimizer step to serving by phase: a column a region."""
+    updates = {name: updates_of(progress, name) for name in progress.regions}
+    rows = [
+        (
+            phase,
+            *(
+                format_seconds(median(applied.phases[phase] for applied in region)) if region else "-"
+                for region in updates.values()
+            ),
         )
+        for phase in PHASES
+    ]
     return Sheet(
         title="From optimizer step to serving",
-        headings=("region", *PHASES),
+        headings=("median of", *updates),
         rows=rows,
-        note="Medians. publish: encode, store, commit. stage: scatter into the mirror, prepare the patch. stopped: the "
-        "engine makes no token; it generates through all other phases. other: updates before this one, retries.",
+        note="publish: encode, store, commit. stage: scatter into the mirror, prepare the patch. stopped: the engine "
+        "makes no token; it generates through all other phases. other: updates before this one, retries.",
     )
 
 

@@ -66,6 +66,8 @@ _POLL_SECONDS = 0.25
 _LINK_EVENT_SECONDS = 1.0
 _GRACE = timedelta(seconds=20)
 """Time between SIGTERM and SIGKILL: a worker finishes its batch, the learner its step and a checkpoint."""
+_BY_REQUEST = 128
+"""Exit codes from here on, and negative ones, mean that somebody ended the process: it did not fail by itself."""
 _WORKERS_END = timedelta(seconds=180)
 """Time that workers have to end by themselves after the learner has."""
 
@@ -133,7 +135,7 @@ class Fleet:
         if has_finished(member.role, progress):
             member.ended = True
             self._say(member, "ended", f"{member.role} has done its work", exit_code=code)
-        elif not has_started(member.role, progress):
+        elif 0 < code < _BY_REQUEST and not has_started(member.role, progress):
             self._say(member, "failed", f"{member.role} failed to start ({how_it_ended(code)})", exit_code=code)
             raise SparsewireError(
                 f"{member.role} failed to start ({how_it_ended(code)}); the end of {member.directory / 'log.txt'}:\n"
@@ -186,7 +188,7 @@ def has_started(role: str, progress: Progress) -> bool:
     if role == "learner":
         return bool(progress.learner_epochs)
     region = progress.regions.get(role.removeprefix("worker-"))
-    return region is not None and region.num_starts > 0
+    return region is not None and (region.num_starts > 0 or bool(region.applied))
 
 
 def has_finished(role: str, progress: Progress) -> bool:

@@ -138,9 +138,23 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: ti
             with _Drain(engine=engine, stop=stop, timeout=drain_timeout):
                 reason = worker.run()
             worker.finish(reason)
+            if reason == "run_complete":
+                _report_live_weights(updater, events)
         finally:
             events.emit("worker_end", reason=reason, num_trajectories=sampler.num_trajectories)
             logger.info("worker %s ends: %s, %d trajectories", config.worker_id, reason, sampler.num_trajectories)
+
+
+def _report_live_weights(updater: Updater, events: EventLog) -> None:
+    """Say in the events which weights the engine ends with, from a last reading of all of them."""
+    started = time.monotonic()
+    digest = updater.audit_live()
+    events.emit(
+        "live_weights",
+        version=updater.served_version,
+        digest=None if digest is None else digest.hex(),
+        seconds=round(time.monotonic() - started, 6),
+    )
 
 
 class _Worker:

@@ -264,7 +264,11 @@ class History:
         self.store.put_if_absent(self.key(_version_name(manifest.version)), sealed)
 
     def put_anchor(self, manifest: Manifest) -> None:
-        """Store a committed version complete; an anchor that is there already stays."""
+        """Store a committed version complete.
+
+        Raises:
+            AlreadyExistsError: an anchor of that version is there already, and stays.
+        """
         self.store.put_if_absent(self.key(_name(LinkKind.ANCHOR, None, manifest.version)), manifest.seal())
 
     def delete(self, link: Link) -> None:

@@ -414,6 +414,8 @@ class Publisher:
         part, parts = self._write_parts(self._baseline.local, self.head.version, lambda: None)
         try:
             self._agreement.on_first(lambda: self._put_anchor(parts))
+        except (StoreUnavailableError, DeadlineExceededError):
+            raise  # as with a commit
         except SparsewireError:
             self._discard(part)
             raise

@@ -143,8 +143,14 @@ def staleness(trajectory: Trajectory, version: int) -> int:
 def micro_batches(
     batch: TrainingBatch, *, micro_batch_size: int, rank: int, size: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches; every rank gets equally many, some perhaps fully masked."""
+    """Return this rank's micro-batches; every rank gets equally many and at least one, some perhaps fully masked.
+
+    Rows without advantage add exactly nothing to the gradient and are left out; when all are, a few stay, so that
+    every parameter has a gradient of zeros and the optimizer's momentum acts as in any other step.
+    """
     order = np.argsort(-(batch.prompt_lengths_N + batch.completion_lengths_N), kind="stable")
+    with_gradient = order[batch.advantages_N[order] != 0.0]
+    order = with_gradient if len(with_gradient) else order[-micro_batch_size:]
     cuts = [order[at : at + micro_batch_size] for at in range(0, len(order), micro_batch_size)]
     real = len(cuts)
     # Collectives of the model need the same number of passes on every rank.

@@ -66,6 +66,9 @@ class StepStats:
     entropy: float
     logprob_difference_mean: float
     num_tokens: int
+    """Completion tokens of the batch: what the loss is a mean over."""
+    num_scored_tokens: int
+    """Those with an advantage, which alone passed through the model and are what the means above are over."""
 
 
 class Learner:
@@ -146,7 +149,8 @@ class Learner:
             kl=totals.kl / tokens,
             entropy=totals.entropy / tokens,
             logprob_difference_mean=totals.logprob_difference / tokens,
-            num_tokens=int(totals.num_tokens),
+            num_tokens=batch.num_tokens,
+            num_scored_tokens=int(totals.num_tokens),
         )
 
     def _backward(self, part: MicroBatch, *, num_batch_tokens: int) -> LossStats:

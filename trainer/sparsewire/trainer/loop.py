@@ -433,6 +433,7 @@ class _Loop:
             entropy=_finite(stats.entropy),
             logprob_difference_mean=_finite(stats.logprob_difference_mean),
             num_tokens=stats.num_tokens,
+            num_scored_tokens=stats.num_scored_tokens,
             num_trajectories=len(batch),
             staleness=np.asarray(batch.staleness_N).tolist(),
             seconds=seconds,
