@@ -50,8 +50,14 @@ def test_reasoning_gym_dataset_is_scored_by_its_own_verifier() -> None:
     assert task.score(2, "no idea") == 0.0
 
 
+def test_items_beyond_a_dataset_start_over() -> None:
+    task = open_task("reasoning-gym:acre")
+    assert task.prompt(5) == task.prompt(5 + 4096)
+    assert task.prompt(5) != task.prompt(6)
+
+
 def test_verifier_that_raises_gives_no_reward() -> None:
-    task = open_task("reasoning-gym:simple_equations")
+    task = open_task("reasoning-gym:prime_factorization")
     for answer in ("", "\0", "(" * 5000, "x" * 1_000_000, "<answer></answer>"):
         assert 0.0 <= task.score(0, answer) <= 1.0
 

@@ -115,7 +115,7 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: ti
             pid=os.getpid(),
             version=updater.served_version,
             mirror_version=mirror_version,
-            seeded=mirror_version is None and updater.num_wire_bytes < schema.num_bytes // 2,
+            seeded=subscriber.seeded_version is not None,
             engine=config.engine,
         )
         client = stack.enter_context(

@@ -80,6 +80,8 @@ class Subscriber:
         self._staging = Staging(mirror=self._mirror, keep=stage)
         self._stack = ExitStack()
         self._schemas: dict[bytes, Schema] = {}
+        self.seeded_version: int | None = None
+        """The version that a local checkpoint gave, so that it never crossed the wire; None when none did."""
 
     @classmethod
     def open(
@@ -402,6 +404,7 @@ class Subscriber:
             if version_digest(schema, digests) != manifest.version_digest:
                 return False
             self._mirror.switch(fresh, version=manifest.version, digests=digests)
+        self.seeded_version = manifest.version
         self._staging.add(manifest, wire_bytes=0, seconds={})
         self._staging.require_full()
         logger.info("seeded version %d from %s: %d bytes stay off the wire", manifest.version, seed, schema.num_bytes)

@@ -115,6 +115,7 @@ def run_learner(config: LearnerConfig, *, stop: threading.Event) -> None:
             compute_dtype=config.compute_dtype,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile,
+            dither_seed=config.seed,
         )
         learner = Learner(model=model, group=group, settings=_learner_settings(config))
         publisher = stack.enter_context(

@@ -17,6 +17,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparsewire.sync.errors import ConfigError, DamagedError, SchemaMismatchError
 from sparsewire.trainer.config import ComputeDtype
+from sparsewire.trainer.dither import dither
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +65,12 @@ def load_model(
     compute_dtype: ComputeDtype = ComputeDtype.BFLOAT16,
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
+    dither_seed: int | None = None,
 ) -> CausalLM:
     """Return the model of `directory`, sharded over `mesh`, with its weights; collective.
+
+    With a `dither_seed`, weights stored in bfloat16 get random low bits in float32 that leave their bfloat16 value as
+    it is; see `dither.py` for why. The same seed gives the same weights on any number of ranks.
 
     Raises:
         ConfigError: no model is there, or its architecture cannot be sharded by layers.
@@ -92,7 +98,7 @@ def load_model(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     model.eval()
     parameters = canonical_parameters(model)
-    _read_shards(parameters, files, directory)
+    _read_shards(parameters, files, directory, dither_seed=dither_seed)
     logger.info(
         "loaded %s: %d parameter tensors, %d elements, rank %d of %d on %s",
         directory,
@@ -193,7 +199,9 @@ def _open(path: Path) -> Iterator[Any]:
         raise DamagedError(f"weights file {path} cannot be read: {error}; fetch the model again") from error
 
 
-def _read_shards(parameters: Mapping[str, nn.Parameter], files: Mapping[str, Path], directory: Path) -> None:
+def _read_shards(
+    parameters: Mapping[str, nn.Parameter], files: Mapping[str, Path], directory: Path, *, dither_seed: int | None
+) -> None:
     """Copy this rank's rows of every stored tensor into its parameter, upcasting to float32."""
     missing = [name for name in parameters if name not in files]
     if missing:
@@ -208,10 +216,10 @@ def _read_shards(parameters: Mapping[str, nn.Parameter], files: Mapping[str, Pat
     for path, names in by_file.items():
         with _open(path) as file, torch.no_grad():
             for name in names:
-                _read_shard(name, parameters[name], file.get_slice(name), path)
+                _read_shard(name, parameters[name], file.get_slice(name), path, dither_seed=dither_seed)
 
 
-def _read_shard(name: str, parameter: nn.Parameter, stored: Any, path: Path) -> None:
+def _read_shard(name: str, parameter: nn.Parameter, stored: Any, path: Path, *, dither_seed: int | None) -> None:
     shape = tuple(stored.get_shape())
     if shape != tuple(parameter.shape):
         raise SchemaMismatchError(
@@ -219,8 +227,13 @@ def _read_shard(name: str, parameter: nn.Parameter, stored: Any, path: Path) -> 
             "config.json and weights are of different models"
         )
     local, row = local_shard(parameter)
-    if local.numel():
-        local.copy_(stored[row : row + local.shape[0]])
+    if not local.numel():
+        return
+    rows: torch.Tensor = stored[row : row + local.shape[0]]
+    values = rows.float()
+    if dither_seed is not None and rows.dtype == torch.bfloat16:
+        dither(values.numpy(), start=row * prod(shape[1:]), seed=dither_seed, name=name)
+    local.copy_(values)
 
 
 def local_shard(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:
