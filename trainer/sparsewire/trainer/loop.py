@@ -331,12 +331,13 @@ class _Loop:
             if batch is None:
                 return False
             stats = self._learner.step(batch)
+            stepped = time.time()
             clock.lap("compute")
             self._account(stats)
             self._outlet.settle()
             clock.lap("publish_wait")
             if step % self._config.publish_every_steps == 0 or self._is_last(step):
-                self._outlet.start(step=step)
+                self._outlet.start(step=step, stepped_unix_seconds=stepped)
                 self._published_step = step
             clock.lap("extract")
             if step % self._config.checkpoint_every_steps == 0:

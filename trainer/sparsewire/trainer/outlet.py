@@ -54,13 +54,12 @@ class Outlet:
         """
         return self._publisher.publish(local_view(self._model), step=step, stepped_unix_seconds=time.time())
 
-    def start(self, *, step: int) -> None:
+    def start(self, *, step: int, stepped_unix_seconds: float) -> None:
         """Hand the weights over to be committed in the background. Collective; `settle` first."""
         assert self._flight is None, "a version is in flight"
-        stepped = time.time()
         self._flight_version = self.version + 1
         self._flight = self._publisher.publish_in_background(
-            local_view(self._model), step=step, stepped_unix_seconds=stepped
+            local_view(self._model), step=step, stepped_unix_seconds=stepped_unix_seconds
         )
 
     def settle(self) -> bool:
