@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import zstandard
-
 from inputs import SYNTHETIC_SCALES, Delta, Words, synthetic, trace
+
 from sparsewire.sync.codec import decode_chunk, encode_chunk, plan_segments
 from sparsewire.sync.codec.plan import Segment
 from sparsewire.sync.types import Bits, Dtype
@@ -93,7 +93,8 @@ def measure(delta: Delta, rounds: int) -> Row:
     plans = list(plan_segments(extents))
 
     def part(arrays: dict[str, Words], segment: Segment) -> Bits:
-        return arrays[names[segment.tensor]].reshape(-1)[segment.start : segment.stop]
+        flat: Bits = arrays[names[segment.tensor]].reshape(-1)
+        return flat[segment.start : segment.stop]
 
     def encode() -> list[bytes]:
         return [
@@ -140,14 +141,18 @@ def measure(delta: Delta, rounds: int) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small inputs, one round")
-    parser.add_argument("--trace", type=Path, action="append", default=[], help="folder of a recorded trace; may repeat")
+    parser.add_argument(
+        "--trace", type=Path, action="append", default=[], help="folder of a recorded trace; may repeat"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     num_elements, rounds = (1 << 20, 1) if arguments.smoke else (1 << 26, ROUNDS)
     deltas = [delta for directory in arguments.trace for delta in trace(directory)]
     deltas += [synthetic(label, num_elements) for label in SYNTHETIC_SCALES]
     rows = [measure(delta, rounds) for delta in deltas]
-    print(f"{'input':<18} {'changed':>8} {'B/chg':>6} {'bound':>6} {'x bound':>7} {'% full':>7} {'gaps+zstd':>9} {'xor+zstd':>8} {'enc GB/s':>8} {'dec GB/s':>8} {'cmp GB/s':>8}")
+    print(
+        f"{'input':<18} {'changed':>8} {'B/chg':>6} {'bound':>6} {'x bound':>7} {'% full':>7} {'gaps+zstd':>9} {'xor+zstd':>8} {'enc GB/s':>8} {'dec GB/s':>8} {'cmp GB/s':>8}"
+    )
     for row in rows:
         print(
             f"{row.input:<18} {row.density:8.3%} {row.bytes_per_change:6.3f} {row.bound_bytes_per_change:6.3f} "
@@ -155,7 +160,9 @@ def main() -> None:
             f"{row.xor_zstd_bytes_per_change:8.2f} {row.encode_gb_per_second:8.2f} {row.decode_gb_per_second:8.2f} {row.compare_gb_per_second:8.2f}"
         )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": platform.platform(), "rows": [asdict(row) for row in rows]}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"machine": platform.platform(), "rows": [asdict(row) for row in rows]}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ SameBits = Callable[[Any, dict[str, Any]], None]
 
 
 @pytest.fixture
-def published(memory_url: str, make_view: MakeView, change: Change) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def published(memory_url: str, make_view: MakeView, change: Change) -> tuple[str, list[dict[str, Any]]]:
     """A run with versions 0..2, and the views published."""
     views = [make_view(0)]
     with Publisher.open(memory_url, run="r1", settings=PublisherSettings(anchor_fraction=1e9)) as publisher:

@@ -98,16 +98,14 @@ def test_another_protocol_number_is_refused_naming_both_builds(server: Server) -
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = weights_pb2_grpc.WeightServiceStub(channel)
         metadata = (("sparsewire-protocol", "999"), ("sparsewire-build", "sparsewire/9.9"))
-        for call in (stub.ListLinks, stub.Watch, stub.ReadPack):
-            request: Any = {
-                stub.ListLinks: weights_pb2.ListLinksRequest(run="r1"),
-                stub.Watch: weights_pb2.WatchRequest(run="r1"),
-                stub.ReadPack: weights_pb2.ReadPackRequest(run="r1"),
-            }[call]
+        calls: list[Callable[[], object]] = [
+            lambda: stub.ListLinks(weights_pb2.ListLinksRequest(run="r1"), metadata=metadata, timeout=5),
+            lambda: list(stub.Watch(weights_pb2.WatchRequest(run="r1"), metadata=metadata, timeout=5)),
+            lambda: list(stub.ReadPack(weights_pb2.ReadPackRequest(run="r1"), metadata=metadata, timeout=5)),
+        ]
+        for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
-                list(call(request, metadata=metadata, timeout=5)) if call is not stub.ListLinks else call(
-                    request, metadata=metadata, timeout=5
-                )
+                call()
             error = translate(caught.value, "peer", "call")
             assert isinstance(error, ProtocolMismatchError)
             assert "sparsewire/9.9 speaks protocol 999" in str(error)
