@@ -44,6 +44,8 @@ _LAST_PORT = 32_000
 """Ports are taken from below the ephemeral range, so that no outgoing connection takes one while its owner restarts."""
 _PORT_ATTEMPTS = 200
 _RETENTION_SLACK = 8
+_LEASE_SECONDS = 60.0
+"""How long the groups of a killed worker are missed: above the 40 s that two groups took on a crowded machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +265,7 @@ def learner_values(plan: SimPlan) -> dict[str, object]:
         "seed": settings.seed,
         "num_steps": settings.num_steps,
         "retain_versions": max(32, settings.num_steps + _RETENTION_SLACK),
+        "lease_seconds": _LEASE_SECONDS,
     }
     if plan.weights_address is not None:
         values["weights_address"] = plan.weights_address

@@ -94,6 +94,9 @@ class LearnerConfig(BaseModel):
     checkpoint_every_steps: int = Field(default=8, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
 
+    num_batches_ahead: int = Field(default=1, ge=1)
+    """Batches leased or buffered besides the one in training. 1 overlaps generation with training and keeps data
+    fresh; more serve fleets whose generation takes longer than a step, at the price of staleness."""
     lease_seconds: float = Field(default=120.0, gt=0.0)
     """Time a worker has for a leased group before it is handed out again."""
     batch_timeout_seconds: float = Field(default=900.0, gt=0.0)

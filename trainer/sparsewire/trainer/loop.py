@@ -175,7 +175,7 @@ def _describe_ledger(config: LearnerConfig) -> TrajectoryLedger:
         sampling=SamplingParams(temperature=config.temperature, max_new_tokens=config.max_new_tokens),
         max_staleness=config.max_staleness,
         # What is leased or buffered now will be trained within `max_staleness` steps: more would only go stale.
-        max_open_groups=config.groups_per_step * max(config.max_staleness, 1),
+        max_open_groups=config.groups_per_step * config.num_batches_ahead,
         seed=config.seed,
         lease_duration=timedelta(seconds=config.lease_seconds),
     )
