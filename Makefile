@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints-cpu.txt
 PACKAGE := pyproject.toml constraints-cpu.txt
-STEPS ?= 24
+STEPS ?= 36
 
 ifneq ($(filter 1.% 2.% 3.1% 3.2% 3.3% 3.4% 3.5% 3.6% 3.7% 3.80,$(MAKE_VERSION)),)
 $(error GNU make $(MAKE_VERSION) is too old: install 3.81 or newer)
@@ -24,7 +24,7 @@ demo: $(VENV)/.demo
 	$(BIN)/sparsewire sim --steps $(STEPS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -217,7 +217,7 @@ def worker(
     "Ctrl-C stops everything; no process is left."
 )
 def sim(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 24,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 36,
     run_id: Annotated[str | None, typer.Option("--run", help="Id of the run; by default the time of day.")] = None,
     model: Annotated[str, typer.Option(help="Hugging Face directory, or smollm2.")] = "smollm2",
     task: Annotated[str, typer.Option(help="addition, or reasoning-gym:DATASET.")] = "addition",
