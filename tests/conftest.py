@@ -193,9 +193,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(timeout=15)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A real S3 server (SeaweedFS) on free ports of 127.0.0.1, for the whole session."""
+    """A real S3 server (SeaweedFS) on free ports of 127.0.0.1, for one file of tests: idle it takes a fifth of a core."""
     directory = tmp_path_factory.mktemp("s3")
     # Ports are free when picked and may be taken before the server binds them, hence the tries.
     for _ in range(3):
