@@ -66,16 +66,14 @@ class ParsedBody:
     classes: Sequence[ClassChanges]
 
 
-def encode_classed(old: Bits, new: Bits, positions: Indices, cuts: bytes) -> bytes:
-    """Return the body that changes `old` to `new` at `positions`, all those where they differ.
+def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> bytes:
+    """Return the body that adds `steps`, none of them zero, to the elements of `old` at ascending `positions`.
 
     Raises:
         ValueError: `cuts` are not ascending keys.
     """
-    width = old.dtype.itemsize
     classes = class_table(cuts)[element_keys(old)]
     changed_classes = classes[positions]
-    steps = new[positions] - old[positions]
     # The stable order by class is the order of every stream.
     order = np.argsort(changed_classes, kind="stable")
     ends = np.cumsum(np.bincount(changed_classes, minlength=len(cuts) + 1))
@@ -150,9 +148,16 @@ def parse_classed(body: memoryview, *, num_changed: int, num_elements: int, widt
     wide = [c for c in classes if c.frequencies is not None]
     unary_bytes = reader.varint()
     token_bytes, raw_bytes = (STATES_BYTES + 2 * reader.varint(), reader.varint()) if wide else (0, 0)
+    num_gaps = sum(c.num_gaps for c in classes)
     num_remainders = sum(c.num_gaps * c.parameter for c in classes)
+    # What no writer exceeds: a parameter above 0 pays only if it saves its remainders, and all gaps lie within the space.
+    if num_remainders > num_elements or unary_bytes > num_bytes(num_gaps + num_elements):
+        raise DamagedError(
+            f"chunk: {num_remainders} bits of remainders, {unary_bytes} bytes of unary numbers for {num_gaps} gaps among "
+            f"{num_elements} elements: fetch it again"
+        )
     remainders = unpack_bits(reader.take(num_bytes(num_remainders)), num_remainders)
-    quotients = read_unary(reader.take(unary_bytes), sum(c.num_gaps for c in classes))
+    quotients = read_unary(reader.take(unary_bytes), num_gaps)
     num_signs = num_changed - sum(c.num_changed for c in wide)
     signs = unpack_bits(reader.take(num_bytes(num_signs)), num_signs)
     _place_gaps(classes, remainders, quotients)

@@ -10,7 +10,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 from sparsewire.sync.build import FORMAT_NUMBER
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
@@ -21,7 +21,7 @@ from sparsewire.sync.types import MAX_ELEMENTS, MAX_TENSORS, Dtype
 
 MAGIC = b"SWCH"
 HEADER = struct.Struct("<4sHBBIIIII16sI")
-"""magic, format, dtype, flags, total bytes, segments, table bytes, sparse changes, sparse bytes, check, crc."""
+"""magic, format, dtype, flags, total bytes, segments, table bytes, changes, bytes of their body, check, crc."""
 _CRC = struct.Struct("<I")
 _CHECKED_HEADER_BYTES = HEADER.size - _CRC.size
 
@@ -62,6 +62,22 @@ class Mode(IntEnum):
     """Gaps and modular steps of the changed elements, in the joint sparse body."""
     DENSE = 2
     """All new bits, in the joint dense body."""
+    CLASSED = 3
+    """The changed elements, coded against the exponents of the base, in the joint classed body."""
+
+
+class Profile(StrEnum):
+    """Which of two bodies holds the changed elements; a run uses one of them, and a chunk never both."""
+
+    CLASSED = "classed"
+    """Half the size; its reader scans the base."""
+    BASE_FREE = "base-free"
+    """Its reader looks at changed elements only: for receivers without a mirror, and links faster than the scan."""
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of segments that some elements of changed."""
+        return Mode.CLASSED if self is Profile.CLASSED else Mode.SPARSE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +90,12 @@ class ParsedChunk:
     segments: tuple[Segment, ...]
     modes: tuple[Mode, ...]
     """One for each segment."""
-    num_sparse: int
-    """Changed elements in the sparse body."""
-    sparse: memoryview
+    profile: Profile
+    """What `changes` is; a chunk of dense and unchanged segments can be either."""
+    num_changed: int
+    """Changed elements in the sparse or classed body."""
+    changes: memoryview
+    """The sparse or classed body."""
     dense: memoryview
     check: TensorDigest
     """Sum over all changed elements of new minus old digest terms; of new terms alone for an anchor."""
@@ -92,9 +111,9 @@ def seal(
     is_anchor: bool,
     segments: Sequence[Segment],
     modes: Sequence[Mode],
-    num_sparse: int,
-    sparse: bytearray,
-    dense: bytearray,
+    num_changed: int,
+    changes: bytes,
+    dense: bytes,
     check: TensorDigest,
 ) -> bytes:
     """Return the chunk that `parse_chunk` takes apart again."""
@@ -105,7 +124,7 @@ def seal(
         write_varint(table, segment.start - (last.stop if segment.tensor == last.tensor else 0))
         write_varint(table, segment.count)
         last = segment
-    total = HEADER.size + len(table) + len(sparse) + len(dense)
+    total = HEADER.size + len(table) + len(changes) + len(dense)
     flags = ANCHOR_FLAG if is_anchor else 0
     head = HEADER.pack(
         MAGIC,
@@ -115,12 +134,12 @@ def seal(
         total,
         len(segments),
         len(table),
-        num_sparse,
-        len(sparse),
+        num_changed,
+        len(changes),
         check.to_bytes(),
         0,
     )[:_CHECKED_HEADER_BYTES]
-    body = b"".join((table, sparse, dense))
+    body = b"".join((table, changes, dense))
     return b"".join((head, _CRC.pack(zlib.crc32(body, zlib.crc32(head))), body))
 
 
@@ -164,8 +183,8 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
         _,
         num_segments,
         table_bytes,
-        num_sparse,
-        sparse_bytes,
+        num_changed,
+        changes_bytes,
         check,
         crc,
     ) = HEADER.unpack_from(view)
@@ -186,17 +205,19 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
         is_anchor=bool(flags & ANCHOR_FLAG),
         segments=segments,
         modes=modes,
-        num_sparse=num_sparse,
-        sparse=body.take(sparse_bytes),
+        profile=Profile.CLASSED if Mode.CLASSED in modes else Profile.BASE_FREE,
+        num_changed=num_changed,
+        changes=body.take(changes_bytes),
         dense=body.take(body.left),
         check=TensorDigest.from_bytes(check),
     )
     if parsed.is_anchor and any(mode is not Mode.DENSE for mode in modes):
         raise DamagedError("chunk: an anchor chunk holds segments that are not dense: fetch it again")
-    if num_sparse > parsed.count(Mode.SPARSE):
-        raise DamagedError(
-            f"chunk: {num_sparse} changes in sparse segments of {parsed.count(Mode.SPARSE)} elements: fetch it again"
-        )
+    if Mode.SPARSE in modes and Mode.CLASSED in modes:
+        raise DamagedError("chunk: it holds sparse and classed segments, which never go together: fetch it again")
+    coded = parsed.count(parsed.profile.mode)
+    if num_changed > coded:
+        raise DamagedError(f"chunk: {num_changed} changes in segments of {coded} elements: fetch it again")
     return parsed
 
 

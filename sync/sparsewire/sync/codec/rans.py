@@ -36,9 +36,7 @@ def write_table(out: bytearray, tokens: Tokens) -> Frequencies:
     shares = (counts[present] << 16) // len(tokens)
     codes = 1 + np.searchsorted(_WEIGHTS[1:-1] * _WEIGHTS[2:], shares * shares, side="right")
     write_varint(out, len(counts) - 1)
-    out += pack_bits(
-        np.concatenate((present.astype(np.uint8), equal_fields(codes.astype(np.uint64), _CODE_BITS)))
-    )
+    out += pack_bits(np.concatenate((present.astype(np.uint8), equal_fields(codes.astype(np.uint64), _CODE_BITS))))
     return _frequencies(present, codes)
 
 
@@ -108,11 +106,10 @@ def read_tokens(data: memoryview, parts: Sequence[tuple[int, Frequencies]]) -> l
     frequency, offset = frequency.astype(np.uint64), offset.astype(np.uint64)
     counts = [count for count, _ in parts]
     total = sum(counts)
-    tables = np.repeat(np.arange(len(parts)) << FREQUENCY_BITS, counts)
     num_rows = -(-total // NUM_STATES)
-    rows = np.zeros(num_rows * NUM_STATES, np.int64)
-    rows[:total] = tables
-    rows = rows.reshape(num_rows, NUM_STATES)
+    tables = np.zeros(num_rows * NUM_STATES, np.int64)
+    tables[:total] = np.repeat(np.arange(len(parts)) << FREQUENCY_BITS, counts)
+    rows = tables.reshape(num_rows, NUM_STATES)
     slots = np.empty((num_rows, NUM_STATES), np.int64)
     low, shift, sixteen, start = np.uint64(_TOTAL - 1), np.uint64(FREQUENCY_BITS), np.uint64(16), np.uint64(START)
     used = 0
