@@ -1,0 +1,531 @@
+"""The native kernel: the classed codec and the digests at memory speed, where a compiled library is at hand.
+
+Contract. `kernel()` returns the loaded kernel, or None when there is none, which is said once in the log: everything
+works without it, some twenty times slower, and every byte is the same. SPARSEWIRE_NATIVE is `auto` (the default), `0` (do not
+load it) or `require` (its absence is an error); SPARSEWIRE_ISA lowers the instruction set to `base`, `avx2` or `avx512`.
+A kernel is immutable and may be used from any number of threads; each call releases the GIL while it runs. Work space
+is kept per thread and bounded. The library is built by hatch_build.py; native/abi.h describes the interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsewire.sync.errors import ConfigError, DamagedError, SparsewireError, UnsupportedFormatError, WrongBaseError
+from sparsewire.sync.types import Bits, Indices
+
+_log = logging.getLogger(__name__)
+
+ABI = 1
+"""Must equal SPARSEWIRE_ABI of native/abi.h: a library built from other sources is refused."""
+
+LIBRARY = Path(__file__).with_name("native") / "kernel.so"
+
+_SLACK = 4096
+"""SW_SLACK of native/abi.h: elements that output arrays need beyond their content."""
+_KEPT_SCRATCH_BYTES = 32 << 20
+"""Work space beyond this is given back after a call; chunks of usual density need less."""
+
+Counts = npt.NDArray[np.uint64]
+
+
+class Isa(IntEnum):
+    """Instruction sets that the library is compiled for, ascending."""
+
+    BASE = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class Wish(IntEnum):
+    """What the encoder is to do with a segment."""
+
+    SKIP = 2
+    """Leave it out."""
+    CLASSED = 3
+    """Take it however dense it is."""
+    AUTO = 254
+    """Take it if it changed and is not crowded."""
+
+
+class Found(IntEnum):
+    """What the encoder found about a segment."""
+
+    UNCHANGED = 0
+    SKIPPED = 2
+    CLASSED = 3
+    """Its changes are in the body."""
+    CROWDED = 255
+    """More than one element in `crowded` changed; it was counted and left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeEncoding:
+    """A classed body and the changes that it holds, segment after segment."""
+
+    found: npt.NDArray[np.uint8]
+    """A `Found` for each segment."""
+    num_changed: Counts
+    """Changed elements of each segment, whether it is in the body or not; 0 for skipped ones."""
+    body: bytes
+    """Empty when no segment is classed."""
+    indices: Indices
+    """Of all classed segments one after the other: flat positions in their tensors."""
+    old: Bits
+    new: Bits
+    digests: Counts
+    """[segment, 2]: what each classed segment adds to the digest of its tensor; 0 for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeDecoding:
+    """The changes that a body holds against its base, segment after segment."""
+
+    num_changed: Counts
+    """Changed elements of each segment."""
+    indices: Indices
+    """Flat positions in the tensors."""
+    old: Bits
+    new: Bits
+    digests: Counts
+    """[segment, 2]: what each segment adds to the digest of its tensor."""
+
+
+def _fields(*names_and_types: tuple[str, Any]) -> list[tuple[str, Any]]:
+    return list(names_and_types)
+
+
+_U32, _U64, _POINTER = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
+
+
+class _Scan(ctypes.Structure):
+    _fields_ = _fields(
+        ("width", _U32),
+        ("num_cuts", _U32),
+        ("cuts", ctypes.c_char_p),
+        ("num_segments", _U64),
+        ("old_bits", _POINTER),
+        ("new_bits", _POINTER),
+        ("counts", _POINTER),
+        ("crowded", _U64),
+        ("modes", _POINTER),
+        ("num_changed", _POINTER),
+        ("capacity", _U64),
+        ("positions", _POINTER),
+        ("ranks", _POINTER),
+        ("classes", _POINTER),
+        ("old_changed", _POINTER),
+        ("new_changed", _POINTER),
+        ("class_sizes", _POINTER),
+    )
+
+
+class _Encode(ctypes.Structure):
+    _fields_ = _fields(
+        ("width", _U32),
+        ("num_cuts", _U32),
+        ("cuts", ctypes.c_char_p),
+        ("num_changed", _U64),
+        ("ranks", _POINTER),
+        ("classes", _POINTER),
+        ("old_changed", _POINTER),
+        ("new_changed", _POINTER),
+        ("class_sizes", _POINTER),
+        ("scratch", _POINTER),
+        ("scratch_bytes", _U64),
+        ("body", _POINTER),
+        ("body_bytes", _U64),
+    )
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = _fields(
+        ("width", _U32),
+        ("reserved", _U32),
+        ("body", _POINTER),
+        ("body_bytes", _U64),
+        ("num_changed", _U64),
+        ("num_segments", _U64),
+        ("old_bits", _POINTER),
+        ("counts", _POINTER),
+        ("scratch", _POINTER),
+        ("scratch_bytes", _U64),
+        ("capacity", _U64),
+        ("positions", _POINTER),
+        ("old_changed", _POINTER),
+        ("new_changed", _POINTER),
+        ("num_per_segment", _POINTER),
+    )
+
+
+class _Finish(ctypes.Structure):
+    _fields_ = _fields(
+        ("width", _U32),
+        ("reserved", _U32),
+        ("num_segments", _U64),
+        ("starts", _POINTER),
+        ("num_changed", _POINTER),
+        ("positions", _POINTER),
+        ("old_changed", _POINTER),
+        ("new_changed", _POINTER),
+        ("indices", _POINTER),
+        ("digests", _POINTER),
+    )
+
+
+class _Scratch(threading.local):
+    """Work space of one thread: handed out in parts, valid until the next call of the kernel on that thread."""
+
+    def __init__(self) -> None:
+        self._space = np.empty(0, np.uint8)
+        self._used = 0
+
+    def begin(self, num_bytes: int) -> None:
+        """Forget all parts and have room for `num_bytes` and their alignment."""
+        if len(self._space) < num_bytes:
+            self._space = np.empty(num_bytes, np.uint8)
+        self._used = 0
+
+    def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return `count` elements of it, not initialised."""
+        kind = np.dtype(dtype)
+        start = -(-self._used // 64) * 64
+        self._used = start + count * kind.itemsize
+        assert self._used <= len(self._space), "scratch: more is taken than was begun with"
+        return self._space[start : self._used].view(kind)
+
+    def end(self) -> None:
+        """Give back what is too large to keep."""
+        if len(self._space) > _KEPT_SCRATCH_BYTES:
+            self._space = np.empty(0, np.uint8)
+
+
+class Kernel:
+    """The functions of one loaded library at one instruction set."""
+
+    def __init__(self, *, library: ctypes.CDLL, isa: Isa) -> None:
+        self._library = library
+        self.isa = isa
+        """What it runs on."""
+        self._scratch = _Scratch()
+
+    def encode(
+        self,
+        old: Sequence[Bits],
+        new: Sequence[Bits],
+        *,
+        starts: Sequence[int],
+        cuts: bytes,
+        crowded: int,
+        wishes: Sequence[Wish] | None = None,
+    ) -> NativeEncoding:
+        """Find and encode what changed in segments of equal dtype, in one pass over their flat bits.
+
+        `starts` are the segments' first positions in their tensors. A segment in which more than one element in
+        `crowded` changed is left out unless `wishes` asks for it; without `wishes` all are AUTO.
+        """
+        width = new[0].dtype.itemsize
+        counts = np.array([len(bits) for bits in new], np.uint64)
+        old_pointers, new_pointers = _pointers(old), _pointers(new)
+        modes = np.array([Wish.AUTO] * len(new) if wishes is None else wishes, np.uint8)
+        num_changed = np.zeros(len(new), np.uint64)
+        class_sizes = np.empty(16, np.uint64)
+        automatic, forced = int(counts[modes == Wish.AUTO].sum()), int(counts[modes == Wish.CLASSED].sum())
+        capacity = automatic // crowded + forced + _SLACK
+        self._scratch.begin(capacity * (9 + 2 * width) + 6 * 64)
+        positions, ranks = self._scratch.take(capacity, np.uint32), self._scratch.take(capacity, np.uint32)
+        classes = self._scratch.take(capacity, np.uint8)
+        before, after = self._scratch.take(capacity, f"u{width}"), self._scratch.take(capacity, f"u{width}")
+        job = _Scan(
+            width=width,
+            num_cuts=len(cuts),
+            cuts=cuts,
+            num_segments=len(new),
+            old_bits=_address(old_pointers),
+            new_bits=_address(new_pointers),
+            counts=_address(counts),
+            crowded=crowded,
+            modes=_address(modes),
+            num_changed=_address(num_changed),
+            capacity=capacity,
+            positions=_address(positions),
+            ranks=_address(ranks),
+            classes=_address(classes),
+            old_changed=_address(before),
+            new_changed=_address(after),
+            class_sizes=_address(class_sizes),
+        )
+        num = _checked(self._library.sparsewire_scan(self.isa, ctypes.byref(job)))
+        in_body = np.where(modes == Found.CLASSED, num_changed, np.uint64(0))
+        indices, digests = self._finish(width, starts, in_body, num, positions, before, after)
+        result = NativeEncoding(
+            found=modes,
+            num_changed=num_changed,
+            body=self._write_body(width, cuts, num, ranks, classes, before, after, class_sizes) if num else b"",
+            indices=indices,
+            old=before[:num].copy(),
+            new=after[:num].copy(),
+            digests=digests,
+        )
+        self._scratch.end()
+        return result
+
+    def decode(
+        self, body: memoryview | bytes, *, num_changed: int, old: Sequence[Bits], starts: Sequence[int]
+    ) -> NativeDecoding:
+        """Decode a classed body against the flat bits of its segments, at least one.
+
+        Raises:
+            DamagedError: the bytes are unsound.
+            UnsupportedFormatError: the body has flags that this build does not know.
+            WrongBaseError: the base has other classes than the one that the body was made from.
+        """
+        width = old[0].dtype.itemsize
+        counts = np.array([len(bits) for bits in old], np.uint64)
+        data = np.frombuffer(body, np.uint8)
+        pointers = _pointers(old)
+        job = _Decode(
+            width=width,
+            body=_address(data),
+            body_bytes=len(data),
+            num_changed=num_changed,
+            num_segments=len(old),
+            old_bits=_address(pointers),
+            counts=_address(counts),
+        )
+        scratch_bytes = _checked(self._library.sparsewire_decode_scratch(ctypes.byref(job)))
+        capacity = num_changed + _SLACK
+        self._scratch.begin(scratch_bytes + capacity * (4 + 2 * width) + 5 * 64)
+        positions = self._scratch.take(capacity, np.uint32)
+        before, after = self._scratch.take(capacity, f"u{width}"), self._scratch.take(capacity, f"u{width}")
+        scratch = self._scratch.take(scratch_bytes, np.uint8)
+        num_per_segment = np.zeros(len(old), np.uint64)
+        job.scratch, job.scratch_bytes = _address(scratch), scratch_bytes
+        job.capacity, job.positions = capacity, _address(positions)
+        job.old_changed, job.new_changed = _address(before), _address(after)
+        job.num_per_segment = _address(num_per_segment)
+        num = _checked(self._library.sparsewire_decode(self.isa, ctypes.byref(job)))
+        indices, digests = self._finish(width, starts, num_per_segment, num, positions, before, after)
+        result = NativeDecoding(
+            num_changed=num_per_segment,
+            indices=indices,
+            old=before[:num].copy(),
+            new=after[:num].copy(),
+            digests=digests,
+        )
+        self._scratch.end()
+        return result
+
+    def digest_range(self, bits: Bits, start: int) -> tuple[int, int]:
+        """Return both sums of the digest of a contiguous flat range whose first element has position `start`."""
+        digest = np.empty(2, np.uint64)
+        _checked(
+            self._library.sparsewire_digest_range(
+                self.isa, bits.dtype.itemsize, _address(bits), len(bits), start, _address(digest)
+            )
+        )
+        return int(digest[0]), int(digest[1])
+
+    def digest_at(self, indices: Indices, bits: Bits) -> tuple[int, int]:
+        """Return both sums of the digest of the elements at flat positions `indices`; one entry of `bits` for each."""
+        digest = np.empty(2, np.uint64)
+        _checked(
+            self._library.sparsewire_digest_positions(
+                self.isa, bits.dtype.itemsize, _address(indices), _address(bits), len(bits), _address(digest)
+            )
+        )
+        return int(digest[0]), int(digest[1])
+
+    def scatter(self, target: Bits, indices: Indices, values: Bits) -> None:
+        """Write `values` at `indices` of the flat, contiguous `target`.
+
+        Raises:
+            DamagedError: an index is beyond the target; nothing is written.
+        """
+        if not target.flags.writeable or len(indices) != len(values) or target.dtype != values.dtype:
+            raise ValueError(
+                f"scatter: {len(values)} {values.dtype} values at {len(indices)} positions of {target.dtype}, "
+                f"writeable: {target.flags.writeable}"
+            )
+        code = self._library.sparsewire_scatter(
+            self.isa,
+            target.dtype.itemsize,
+            _address(target),
+            len(target),
+            _address(indices),
+            _address(values),
+            len(values),
+        )
+        if code:
+            raise DamagedError(f"patch: a position is beyond the {len(target)} elements of its tensor: fetch it again")
+
+    def count_changed(self, old: Bits, new: Bits) -> int:
+        """Return how many elements of two contiguous arrays of equal length and dtype differ, by a bare loop."""
+        return int(
+            self._library.sparsewire_compare(self.isa, new.dtype.itemsize, _address(old), _address(new), len(new))
+        )
+
+    def _write_body(
+        self,
+        width: int,
+        cuts: bytes,
+        num: int,
+        ranks: npt.NDArray[np.uint32],
+        classes: npt.NDArray[np.uint8],
+        before: Bits,
+        after: Bits,
+        class_sizes: Counts,
+    ) -> bytes:
+        scratch_bytes = self._library.sparsewire_encode_scratch(width, int(class_sizes.sum()), num)
+        # A space of its own: the records that it reads lie in the kept one.
+        scratch = np.empty(scratch_bytes, np.uint8)
+        body = np.empty(scratch_bytes, np.uint8)
+        job = _Encode(
+            width=width,
+            num_cuts=len(cuts),
+            cuts=cuts,
+            num_changed=num,
+            ranks=_address(ranks),
+            classes=_address(classes),
+            old_changed=_address(before),
+            new_changed=_address(after),
+            class_sizes=_address(class_sizes),
+            scratch=_address(scratch),
+            scratch_bytes=scratch_bytes,
+            body=_address(body),
+            body_bytes=scratch_bytes,
+        )
+        return body[: _checked(self._library.sparsewire_encode(self.isa, ctypes.byref(job)))].tobytes()
+
+    def _finish(
+        self,
+        width: int,
+        starts: Sequence[int],
+        num_changed: Counts,
+        num: int,
+        positions: npt.NDArray[np.uint32],
+        before: Bits,
+        after: Bits,
+    ) -> tuple[Indices, Counts]:
+        indices = np.empty(num, np.int64)
+        digests = np.empty((len(num_changed), 2), np.uint64)
+        origins = np.array(starts, np.uint64)
+        job = _Finish(
+            width=width,
+            num_segments=len(num_changed),
+            starts=_address(origins),
+            num_changed=_address(num_changed),
+            positions=_address(positions),
+            old_changed=_address(before),
+            new_changed=_address(after),
+            indices=_address(indices),
+            digests=_address(digests),
+        )
+        _checked(self._library.sparsewire_finish(self.isa, ctypes.byref(job)))
+        return indices, digests
+
+
+_REFUSALS: dict[int, SparsewireError] = {
+    -1: DamagedError("chunk: the head of its classed body is unsound or cut off: fetch it again"),
+    -2: DamagedError("chunk: the gaps of its classed body are not what its head states: fetch it again"),
+    -3: DamagedError("chunk: a token table or the token stream of its classed body is unsound: fetch it again"),
+    -4: DamagedError("chunk: the steps of its classed body are not what its head states: fetch it again"),
+    -5: WrongBaseError(
+        "chunk: the classes of the base have other sizes than it states: it was made from other weights than those "
+        "held here; catch up from an anchor"
+    ),
+    -6: UnsupportedFormatError("chunk: flags of its classed body are unknown to this build: upgrade the older side"),
+}
+"""By the error codes of native/abi.h."""
+
+
+def _checked(code: int) -> int:
+    if code >= 0:
+        return code
+    refusal = _REFUSALS.get(code)
+    assert refusal is not None, f"kernel: code {code} for a call that it should have taken"
+    raise type(refusal)(*refusal.args)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _pointers(arrays: Sequence[Bits]) -> npt.NDArray[np.uint64]:
+    for bits in arrays:
+        if not bits.flags.c_contiguous:
+            raise ValueError(f"kernel: bits of shape {bits.shape} are not contiguous: copy them")
+    return np.array([_address(bits) for bits in arrays], np.uint64)
+
+
+def load_kernel(library: Path = LIBRARY, *, isa: Isa | None = None) -> Kernel | None:
+    """Load a library and return its kernel at `isa`, or at the best that the processor has; None, logged, if it cannot be.
+
+    Raises:
+        ConfigError: the processor does not have `isa`.
+    """
+    try:
+        loaded = ctypes.CDLL(str(library))
+    except OSError as error:
+        _log.warning("native kernel: %s; the NumPy form is used, which is slower (docs/codec.md)", error)
+        return None
+    if not hasattr(loaded, "sparsewire_abi") or loaded.sparsewire_abi() != ABI:
+        _log.warning(
+            "native kernel: %s was built from other sources (ABI %s, not %d): install again; the NumPy form is used",
+            library,
+            loaded.sparsewire_abi() if hasattr(loaded, "sparsewire_abi") else "unknown",
+            ABI,
+        )
+        return None
+    best = Isa(loaded.sparsewire_best_isa())
+    if isa is not None and isa > best:
+        raise ConfigError(f"SPARSEWIRE_ISA: this processor has {best.name.lower()}, not {isa.name.lower()}")
+    pointer, count = _POINTER, _U64
+    for name, arguments in {
+        "scan": (ctypes.c_int32, pointer),
+        "encode": (ctypes.c_int32, pointer),
+        "encode_scratch": (_U32, count, count),
+        "decode": (ctypes.c_int32, pointer),
+        "decode_scratch": (pointer,),
+        "finish": (ctypes.c_int32, pointer),
+        "digest_range": (ctypes.c_int32, _U32, pointer, count, count, pointer),
+        "digest_positions": (ctypes.c_int32, _U32, pointer, pointer, count, pointer),
+        "scatter": (ctypes.c_int32, _U32, pointer, count, pointer, pointer, count),
+        "compare": (ctypes.c_int32, _U32, pointer, pointer, count),
+    }.items():
+        function = getattr(loaded, f"sparsewire_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_int64
+    return Kernel(library=loaded, isa=best if isa is None else isa)
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """Return the kernel of this process, or None when there is none or SPARSEWIRE_NATIVE is 0.
+
+    Raises:
+        ConfigError: SPARSEWIRE_NATIVE is `require` and there is none, or a variable has another value than it may.
+    """
+    wish = os.environ.get("SPARSEWIRE_NATIVE", "auto")
+    if wish not in ("0", "auto", "require"):
+        raise ConfigError(f"SPARSEWIRE_NATIVE is {wish!r}: it must be 0, auto or require")
+    if wish == "0":
+        return None
+    name = os.environ.get("SPARSEWIRE_ISA")
+    if name is not None and name.upper() not in Isa.__members__:
+        raise ConfigError(f"SPARSEWIRE_ISA is {name!r}: it must be base, avx2 or avx512")
+    found = load_kernel(isa=None if name is None else Isa[name.upper()])
+    if found is None and wish == "require":
+        raise ConfigError("SPARSEWIRE_NATIVE is require, but there is no kernel: install a C compiler and install again")
+    return found
