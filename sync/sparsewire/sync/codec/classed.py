@@ -95,7 +95,7 @@ def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> b
         moves = steps[chosen]
         down = moves == moves.dtype.type(np.iinfo(moves.dtype).max)
         others = np.flatnonzero((moves != 1) & ~down)
-        wide = len(others) > 2 and 256 * len(others) > len(moves)
+        wide = len(others) > _max_exceptions(len(moves))
         flags = (_INVERSE if inverse else 0) | (_WIDE if wide else _EXCEPTIONS if len(others) else 0)
         head.append(parameter | flags)
         if inverse:
@@ -220,7 +220,7 @@ def _read_entry(reader: Reader, *, num_elements: int, width: int) -> ClassChange
             f"chunk: a class of {num_changed} changed and {num_unchanged} unchanged elements, Rice parameter "
             f"{parameter}, exceeds the limits: fetch it again"
         )
-    if flags & _EXCEPTIONS and (wide or not 1 <= num_exceptions <= num_changed):
+    if flags & _EXCEPTIONS and (wide or not 1 <= num_exceptions <= min(num_changed, _max_exceptions(num_changed))):
         raise DamagedError(f"chunk: {num_exceptions} exceptions in {num_changed} changes: fetch it again")
     return ClassChanges(
         num_changed=num_changed,
@@ -229,6 +229,11 @@ def _read_entry(reader: Reader, *, num_elements: int, width: int) -> ClassChange
         num_exceptions=num_exceptions,
         frequencies=read_table(reader, num_tokens(width)) if wide else None,
     )
+
+
+def _max_exceptions(num_changed: int) -> int:
+    """Return how many steps other than +1 and -1 a class may have that is not wide: beyond, tokens are smaller."""
+    return max(2, num_changed // 256)
 
 
 def _place_gaps(classes: Sequence[ClassChanges], remainders: np.ndarray, quotients: np.ndarray) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sparsewire.sync.codec.classes import MAX_CLASSES, NUM_KEYS, element_keys
 from sparsewire.sync.codec.plan import Segment
-from sparsewire.sync.codec.steps import num_tokens, split_steps
+from sparsewire.sync.codec.steps import num_raw_bits, num_tokens, split_steps
 from sparsewire.sync.types import Bits
 
 _BLOCK = 1 << 12
@@ -78,11 +78,11 @@ def fit_partition(old: Sequence[Bits], new: Sequence[Bits]) -> Partition:
     changed = np.flatnonzero(before != after)
     before, after = before[changed], after[changed]
     width = before.dtype.itemsize
-    tokens, _, raw_bits = split_steps(after - before)
+    tokens, _, _ = split_steps(after - before)
     keys = element_keys(before).astype(np.int64)
     histogram = np.bincount(keys * num_tokens(width) + tokens, minlength=NUM_KEYS * num_tokens(width))
     counts = histogram.reshape(NUM_KEYS, num_tokens(width)).astype(np.float64)
-    raw = np.bincount(keys, weights=raw_bits, minlength=NUM_KEYS).astype(np.float64)
+    raw = counts @ num_raw_bits(np.arange(num_tokens(width)), width)
     return _best_partition(elements * stride, counts * stride, raw * stride)
 
 
