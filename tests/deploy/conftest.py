@@ -69,7 +69,14 @@ def write_run(directory: Path, *, num_steps: int = 24) -> None:
                 "seeded": True,
                 "engine": "transformers",
             },
-            applied(region, None, 0, START + 12, START + 16, {"fetch": 0.1, "decode": 2.0, "stage": 0.1, "pause": 0.4}),
+            applied(
+                region,
+                None,
+                0,
+                START + 12,
+                START + 17,
+                {"fetch": 0.1, "decode": 2.0, "mirror": 0.1, "stage": 0.1, "paused": 0.4},
+            ),
         ]
         for region in REGIONS
     }
@@ -104,13 +111,17 @@ def write_run(directory: Path, *, num_steps: int = 24) -> None:
             seconds = {
                 "fetch": num_changed * 1.02 / 25e6 + 3 * round_trip / 1000,
                 "decode": chance.uniform(0.3, 0.6),
+                "mirror": chance.uniform(0.1, 0.2),
                 "stage": chance.uniform(0.04, 0.08),
-                "pause": chance.uniform(0.011, 0.03),
-                "apply": 0.01,
+                "pause": 0.002,
+                "apply": 0.008,
                 "audit": 0.05,
+                "paused": chance.uniform(0.011, 0.03),
             }
-            behind = chance.uniform(0.1, 1.0) + (60.0 if region == "eu" and step == 15 else 0.0)
-            serving = at + 1.1 + behind + sum(seconds[phase] for phase in ("fetch", "decode", "stage", "pause"))
+            behind = chance.uniform(0.4, 1.0) + (60.0 if region == "eu" and step == 15 else 0.0)
+            serving = (
+                at + 1.1 + behind + sum(seconds[phase] for phase in ("fetch", "decode", "mirror", "stage", "paused"))
+            )
             workers[region].append(applied(region, step - 1, step, at, serving, seconds, num_changed))
             workers[region].append(
                 {
@@ -235,7 +246,7 @@ def applied(
         "num_changed": num_changed,
         "stepped_unix_seconds": stepped,
         "committed_unix_seconds": stepped + 1.1,
-        "seen_unix_seconds": stepped + 1.2,
+        "seen_unix_seconds": stepped + 1.1 + 0.3,
         "serving_unix_seconds": serving,
         "seconds": seconds,
         "digest": digest(version),
@@ -253,11 +264,12 @@ def link(region: str, service: str, at: float, down_bytes: int, up_bytes: int) -
     }
 
 
-@pytest.fixture
-def recorded_run(tmp_path: Path) -> Path:
-    """The folder of a finished run of 24 steps."""
-    write_run(tmp_path / "example")
-    return tmp_path / "example"
+@pytest.fixture(scope="session")
+def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of 24 steps; tests only read it."""
+    directory = tmp_path_factory.mktemp("recorded") / "example"
+    write_run(directory)
+    return directory
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from sparsewire.rollout.tasks import open_task
 from sparsewire.sync.errors import ConfigError
 
 
-def test_addition_asks_for_two_digit_sums_and_rewards_exactly_the_number() -> None:
+def test_addition_asks_for_two_digit_sums_and_rewards_the_last_number() -> None:
     task = open_task("addition")
     seen = set()
     for item in range(300):
@@ -18,8 +18,17 @@ def test_addition_asks_for_two_digit_sums_and_rewards_exactly_the_number() -> No
         found = re.fullmatch(r"What is (\d\d) \+ (\d\d)\? Answer with just the number\.", prompt)
         assert found, prompt
         total = int(found[1]) + int(found[2])
-        assert task.score(item, f" {total}\n") == 1.0
-        for wrong in (f"{total}.", f"The answer is {total}", str(total + 1), "", f"{total} {total}"):
+        for right in (f" {total}\n", f"{total}.", f"{found[1]} + {found[2]} = {total}", f"The answer is {total}!"):
+            assert task.score(item, right) == 1.0
+        for wrong in (
+            str(total + 1),
+            "",
+            "none",
+            f"{total} is not {total + 1}",
+            f"-{total}",
+            f"{total}.5",
+            f"{total}0",
+        ):
             assert task.score(item, wrong) == 0.0
         seen.add(prompt)
     assert len(seen) > 280
@@ -41,8 +50,14 @@ def test_reasoning_gym_dataset_is_scored_by_its_own_verifier() -> None:
     assert task.score(2, "no idea") == 0.0
 
 
+def test_items_beyond_a_dataset_start_over() -> None:
+    task = open_task("reasoning-gym:acre")
+    assert task.prompt(5) == task.prompt(5 + 4096)
+    assert task.prompt(5) != task.prompt(6)
+
+
 def test_verifier_that_raises_gives_no_reward() -> None:
-    task = open_task("reasoning-gym:simple_equations")
+    task = open_task("reasoning-gym:prime_factorization")
     for answer in ("", "\0", "(" * 5000, "x" * 1_000_000, "<answer></answer>"):
         assert 0.0 <= task.score(0, answer) <= 1.0
 

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sparsewire.deploy.config_file import load_learner_config, load_worker_config, parse_setting
+from sparsewire.deploy.config_file import Problem, load_learner_config, load_worker_config, parse_setting
 from sparsewire.deploy.processes import die_with_parent, follow_parent, write_pid_file
 from sparsewire.deploy.signals import StopSignal
 from sparsewire.sync.build import FORMAT_NUMBER, PROTOCOL_NUMBER, build_name
@@ -250,10 +250,23 @@ def sim(
     debug: Debug = False,
 ) -> int:
     """Run a whole fleet here: a learner, and a worker in each region behind an emulated WAN link."""
-    from sparsewire.deploy.sim_plan import SimSettings, parse_regions
+    from sparsewire.deploy.sim_plan import RegionSpec, SimSettings, parse_regions
     from sparsewire.deploy.simulate import simulate
 
     _offline()
+    known: list[Problem] = []
+    region_specs: tuple[RegionSpec, ...] = ()
+    further: dict[str, dict[str, object]] = {"--learner-set": {}, "--worker-set": {}}
+    try:
+        region_specs = parse_regions(regions)
+    except ConfigError as error:
+        known.append(Problem("--regions", str(error)))
+    for option, texts in (("--learner-set", learner_set), ("--worker-set", worker_set)):
+        for text in texts or []:
+            try:
+                further[option].update([parse_setting(text)])
+            except ConfigError as error:
+                known.append(Problem(option, str(error)))
     settings = SimSettings(
         run=run_id or f"{datetime.now(UTC):%Y%m%d-%H%M%S}",
         runs_directory=directory,
@@ -261,7 +274,7 @@ def sim(
         task=task,
         num_steps=steps,
         ranks=ranks,
-        regions=parse_regions(regions),
+        regions=region_specs,
         bits_per_second=rate_mbit * 1e6,
         store=store,
         seed=seed,
@@ -269,12 +282,12 @@ def sim(
         restart_wait=timedelta(seconds=restart_wait),
         live=not no_live,
         metrics_port=metrics_port,
-        learner=dict(parse_setting(text) for text in learner_set or []),
-        worker=dict(parse_setting(text) for text in worker_set or []),
+        learner=further["--learner-set"],
+        worker=further["--worker-set"],
     )
     stop = StopSignal()
     with stop.installed():
-        return simulate(settings, stop=stop, console=console)
+        return simulate(settings, stop=stop, console=console, known=known)
 
 
 @app.command(

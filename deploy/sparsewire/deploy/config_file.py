@@ -51,7 +51,7 @@ _EXAMPLES: Mapping[str, str] = {
 }
 """A good value for each required key: shown as the remedy, and standing in for a broken one while the rest is checked."""
 
-_URL_USER = re.compile(r"://[^/@\s]*@")
+_URL_USER = re.compile(r"[^\s/@'\"]+@")
 _URL_SECRET = re.compile(r"([?&][^=&\s]*(?:secret|token|password|key)[^=&\s]*=)[^&\s\"']+", re.IGNORECASE)
 
 
@@ -74,7 +74,7 @@ def problems_error(problems: list[Problem], *, where: str, secrets: frozenset[st
     head = f"{where} has a problem:" if len(distinct) == 1 else f"{where} has {len(distinct)} problems:"
     text = "\n".join([head, *(f"  {number}. {line}" for number, line in enumerate(distinct, start=1))])
     text = redact(text, secret_values(os.environ) | secrets)
-    return ConfigError(_URL_SECRET.sub(r"\1***", _URL_USER.sub("://***@", text)))
+    return ConfigError(_URL_SECRET.sub(r"\1***", _URL_USER.sub("***@", text)))
 
 
 def load_learner_config(path: Path | None, overrides: Mapping[str, object], *, serving: bool = True) -> LearnerConfig:
@@ -121,6 +121,12 @@ def load_worker_config(path: Path | None, overrides: Mapping[str, object]) -> Wo
     return _load(WorkerConfig, path, overrides, checks)
 
 
+def value_problems(kind: type[BaseModel], values: Mapping[str, object]) -> list[Problem]:
+    """Return what is wrong with some keys of a configuration, whatever the others will be."""
+    examples = {key: _EXAMPLES[key] for key, field in kind.model_fields.items() if field.is_required()}
+    return [problem for problem in _validate(kind, {**examples, **values})[0] if problem.key.split(".")[0] in values]
+
+
 def parse_setting(text: str) -> tuple[str, object]:
     """Return key and value of `KEY=VALUE`; the value is TOML, or plain text where it is not.
 
@@ -129,7 +135,7 @@ def parse_setting(text: str) -> tuple[str, object]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip().isidentifier():
-        raise ConfigError("--set wants KEY=VALUE with a key of the file, for example --set num_steps=12")
+        raise ConfigError("wants KEY=VALUE with a key of the configuration, for example num_threads=2")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 # Stand-ins that appear nowhere else; the right side is what the page defines.
 _INK, _MUTED, _GRID, _PAPER = "#1b1f24", "#5f6774", "#e3e6eb", "#fdfdfe"
+_OTHER = "#b9c0c9"
 SERIES = ("#2f6fdb", "#d9702c", "#14937f", "#8a5cc7", "#c2476f", "#7a8b1f")
 _VARIABLES: Mapping[str, str] = {
     _INK: "var(--ink)",
     _MUTED: "var(--muted)",
     _GRID: "var(--grid)",
     _PAPER: "var(--panel)",
+    _OTHER: "var(--other)",
     **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES, start=1)},
 }
-_PHASE_COLOURS = dict(zip(PHASES, SERIES, strict=True))
+_PHASE_COLOURS = dict(zip(PHASES, (*SERIES, _OTHER), strict=True))
 _STYLE: Mapping[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "sparsewire",
@@ -184,9 +186,8 @@ def staleness_figure(progress: Progress) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         values = list(range(max(counts, default=0) + 1))
-        bars = axes.bar(
-            [str(value) for value in values], [counts[value] for value in values], width=0.6, color=SERIES[2]
-        )
+        bars = axes.bar(values, [counts[value] for value in values], width=0.6, color=SERIES[2])
+        axes.set_xticks(values)
         axes.bar_label(bars, [f"{counts[value]:,}" for value in values], color=_INK, padding=3, fontsize=9)
         axes.set_xlabel("versions between sampling and training")
         axes.margins(y=0.15)

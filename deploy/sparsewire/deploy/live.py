@@ -106,7 +106,7 @@ def _learner(progress: Progress, now_unix_seconds: float) -> RenderableType:
 def _regions(progress: Progress, now_unix_seconds: float) -> RenderableType:
     table = Table(expand=True, border_style="dim", header_style="dim")
     table.add_column("region")
-    for heading in ("version", "lag", "step to serving", "pause", "weights", "trajectories", "tokens", "samples"):
+    for heading in ("version", "lag", "step to serving", "stopped", "weights", "trajectories", "tokens", "samples"):
         table.add_column(heading, justify="right")
     round_trips = progress.configuration.get("regions", {})
     for region in progress.regions.values():
@@ -121,7 +121,7 @@ def _regions(progress: Progress, now_unix_seconds: float) -> RenderableType:
             "-" if region.version is None else f"[bold]{region.version}[/bold]",
             f"[yellow]{lag}[/yellow]" if behind else lag,
             format_seconds(last.step_to_serving_seconds) if last and last.stepped_unix_seconds else "-",
-            format_seconds(last.pause_seconds) if last else "-",
+            format_seconds(last.stopped_seconds) if last else "-",
             format_bytes(weights.down_bytes + weights.up_bytes) if weights else "-",
             format_bytes(trajectories.down_bytes + trajectories.up_bytes) if trajectories else "-",
             f"{region.num_tokens:,}",
@@ -170,7 +170,10 @@ class LiveView:
         self._shown_notes = len(progress.notes)
         for step in progress.ordered_steps:
             if step.step > self._shown_step:
-                versions = ", ".join(f"{region.name} v{region.version}" for region in progress.regions.values())
+                versions = ", ".join(
+                    f"{region.name} v{'-' if region.version is None else region.version}"
+                    for region in progress.regions.values()
+                )
                 share = format_share(progress.weight_bytes, progress.full_bytes)
                 self.say(
                     f"step {step.step}/{progress.num_steps}: reward {step.reward_mean:.3f}, "

@@ -16,14 +16,14 @@ PAGE = Template("""<!doctype html>
   --paper: #f5f6f8; --panel: #ffffff; --ink: #1b1f24; --muted: #5f6774; --grid: #e3e6eb; --line: #dfe3e8;
   --good: #14805e; --bad: #b3382f;
   --series-1: #2f6fdb; --series-2: #d9702c; --series-3: #14937f; --series-4: #8a5cc7; --series-5: #c2476f;
-  --series-6: #7a8b1f;
+  --series-6: #7a8b1f; --other: #b9c0c9;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #0f1216; --panel: #171b21; --ink: #e8ebef; --muted: #9aa4b1; --grid: #2a3038; --line: #262c34;
     --good: #4cc79b; --bad: #f0857b;
     --series-1: #6ea0f5; --series-2: #f0985c; --series-3: #3fc4ad; --series-4: #b592ea; --series-5: #ec7ba0;
-    --series-6: #b3c34a;
+    --series-6: #b3c34a; --other: #5a636f;
   }
 }
 * { box-sizing: border-box; }

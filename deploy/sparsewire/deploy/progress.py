@@ -84,11 +84,17 @@ class Applied:
     serving_unix_seconds: float
     fetch_seconds: float
     decode_seconds: float
+    mirror_seconds: float
+    """Scattering into the mirror."""
     stage_seconds: float
     pause_seconds: float
-    """The engine stood still: the scatter included."""
+    """Waiting for the decode step in progress."""
     apply_seconds: float
+    """Scattering into the engine."""
     audit_seconds: float
+    """Digesting live weights."""
+    stopped_seconds: float
+    """The engine made no token, from the request to pause until it went on."""
     digest: str
 
     @property
@@ -100,22 +106,22 @@ class Applied:
     def phases(self) -> Mapping[str, float]:
         """Seconds from step to serving by phase; they add up to `step_to_serving_seconds`.
 
-        `wait` is what lies between: announcing, polling, and versions applied before this one.
+        publish: encode, store, commit. announce: until the worker began to fetch. fetch, decode: as named. stage:
+        scatter into the mirror and prepare the patch. stopped: the engine makes no token. other: what is left, such
+        as waiting for a version before this one.
         """
-        publish = max(0.0, self.committed_unix_seconds - self.stepped_unix_seconds)
-        work = self.fetch_seconds + self.decode_seconds + self.stage_seconds + self.pause_seconds
-        wait = max(0.0, self.step_to_serving_seconds - publish - work)
-        return {
-            "publish": publish,
-            "wait": wait,
+        known = {
+            "publish": max(0.0, self.committed_unix_seconds - self.stepped_unix_seconds),
+            "announce": max(0.0, self.seen_unix_seconds - max(self.committed_unix_seconds, self.stepped_unix_seconds)),
             "fetch": self.fetch_seconds,
             "decode": self.decode_seconds,
-            "stage": self.stage_seconds,
-            "pause": self.pause_seconds,
+            "stage": self.mirror_seconds + self.stage_seconds,
+            "stopped": self.stopped_seconds,
         }
+        return {**known, "other": max(0.0, self.step_to_serving_seconds - sum(known.values()))}
 
 
-PHASES = ("publish", "wait", "fetch", "decode", "stage", "pause")
+PHASES = ("publish", "announce", "fetch", "decode", "stage", "stopped", "other")
 """The phases of `Applied.phases`, in the order in which they happen."""
 
 
@@ -325,8 +331,9 @@ class Progress:
                 region.version = applied.version
             case "apply_failed":
                 line = f"version {event.get('version')}: {event.get('phase')}: {event.get('reason')}"
+                if line not in region.failures[-1:]:
+                    self.notes.append((at, f"update failed in {region.name}: {line}"))
                 region.failures.append(line)
-                self.notes.append((at, f"update failed in {region.name}: {line}"))
             case "generated":
                 region.num_tokens += int(event.get("num_tokens", 0))
                 region.num_trajectories += int(event.get("num_trajectories", 0))
@@ -351,10 +358,12 @@ def _applied(region: str, event: Event) -> Applied:
         serving_unix_seconds=_number(event, "serving_unix_seconds"),
         fetch_seconds=_number(seconds, "fetch"),
         decode_seconds=_number(seconds, "decode"),
+        mirror_seconds=_number(seconds, "mirror"),
         stage_seconds=_number(seconds, "stage"),
         pause_seconds=_number(seconds, "pause"),
         apply_seconds=_number(seconds, "apply"),
         audit_seconds=_number(seconds, "audit"),
+        stopped_seconds=_number(seconds, "paused"),
         digest=str(event.get("digest", "")),
     )
 
@@ -383,8 +392,14 @@ class EventTail:
         A line still being written is left for the next call; a line that is no event is skipped.
         """
         paths = [self._directory / "events.jsonl", *sorted(self._directory.glob("*/events.jsonl"))]
-        events = [event for path in paths if path.is_file() for event in self._read_file(path)]
-        return sorted(events, key=lambda event: float(event.get("time_unix_seconds", 0.0)))
+        timed: list[tuple[float, Event]] = []
+        for path in paths:
+            # Within a file the order of its lines holds, even where a clock was set back.
+            newest = 0.0
+            for event in self._read_file(path) if path.is_file() else ():
+                newest = max(newest, float(event.get("time_unix_seconds", 0.0)))
+                timed.append((newest, event))
+        return [event for _, event in sorted(timed, key=lambda pair: pair[0])]
 
     def _read_file(self, path: Path) -> Iterator[Event]:
         with path.open("rb") as file:

@@ -67,59 +67,67 @@ def verdict(progress: Progress) -> tuple[bool, str]:
 
 
 def region_sheet(progress: Progress) -> Sheet:
-    """Return, per region, what it served and how fast."""
-    rows = []
+    """Return what each region served and how fast: a column a region."""
+    columns: list[list[str]] = []
     for name, region in progress.regions.items():
         found = progress.audit.get("regions", {}).get(name, {})
         updates = updates_of(progress, name)
-        total = [applied.step_to_serving_seconds for applied in updates]
-        pauses = [applied.pause_seconds for applied in updates]
-        rows.append(
-            (
-                name,
+        totals = [applied.step_to_serving_seconds for applied in updates]
+        pauses = [applied.stopped_seconds for applied in updates]
+        columns.append(
+            [
                 "-" if region.version is None else str(region.version),
                 f"{found.get('num_verified', 0)} of {len(region.applied)}",
-                format_seconds(median(total)) if total else "-",
-                format_seconds(max(total)) if total else "-",
-                format_seconds(median(pauses)) if pauses else "-",
-                format_seconds(max(pauses)) if pauses else "-",
+                _median_and_max(totals),
+                _median_and_max(pauses),
+                {True: "local disk", False: "the network", None: "-"}[region.seeded],
                 f"{region.num_trajectories:,}",
                 f"{region.num_tokens:,}",
                 str(len(region.failures)),
-            )
+                str(max(0, region.num_starts - 1)),
+            ]
         )
+    measures = (
+        "version at the end",
+        "updates verified",
+        "step to serving, median (max)",
+        "engine stopped, median (max)",
+        "starting weights from",
+        "trajectories made",
+        "tokens made",
+        "failed updates",
+        "restarts",
+    )
     return Sheet(
         title="Regions",
-        headings=(
-            "region",
-            "version",
-            "verified",
-            "step to serving (median)",
-            "(max)",
-            "pause (median)",
-            "(max)",
-            "trajectories",
-            "tokens",
-            "failed updates",
-        ),
-        rows=rows,
+        headings=("", *progress.regions),
+        rows=[(measure, *(column[row] for column in columns)) for row, measure in enumerate(measures)],
     )
 
 
+def _median_and_max(seconds: Sequence[float]) -> str:
+    return f"{format_seconds(median(seconds))} ({format_seconds(max(seconds))})" if seconds else "-"
+
+
 def phase_sheet(progress: Progress) -> Sheet:
-    """Return, per region, the median time from optimizer step to serving by phase."""
-    rows = []
-    for name in progress.regions:
-        updates = updates_of(progress, name)
-        rows.append(
-            (name, *(format_seconds(median(a.phases[phase] for a in updates)) if updates else "-" for phase in PHASES))
+    """Return the median time from optimizer step to serving by phase: a column a region."""
+    updates = {name: updates_of(progress, name) for name in progress.regions}
+    rows = [
+        (
+            phase,
+            *(
+                format_seconds(median(applied.phases[phase] for applied in region)) if region else "-"
+                for region in updates.values()
+            ),
         )
+        for phase in PHASES
+    ]
     return Sheet(
         title="From optimizer step to serving",
-        headings=("region", *PHASES),
+        headings=("median of", *updates),
         rows=rows,
-        note="Medians. publish: encode, store, commit. wait: announcing, polling, updates before this one. The engine "
-        "generates through all phases but pause.",
+        note="publish: encode, store, commit. stage: scatter into the mirror, prepare the patch. stopped: the engine "
+        "makes no token; it generates through all other phases. other: updates before this one, retries.",
     )
 
 
@@ -201,10 +209,14 @@ def key_numbers(progress: Progress) -> list[tuple[str, str, str]]:
         )
     updates = [applied for name in progress.regions for applied in updates_of(progress, name)]
     if updates:
-        pauses = [applied.pause_seconds for applied in updates]
+        pauses = [applied.stopped_seconds for applied in updates]
         totals = [applied.step_to_serving_seconds for applied in updates]
         numbers.append(
-            (format_seconds(median(pauses)), "median pause of an engine", f"longest {format_seconds(max(pauses))}")
+            (
+                format_seconds(median(pauses)),
+                "engine stopped per update, median",
+                f"longest {format_seconds(max(pauses))}",
+            )
         )
         numbers.append(
             (
@@ -287,7 +299,7 @@ def render_report(progress: Progress) -> str:
             ),
             _figure(
                 "From optimizer step to serving",
-                "One bar a version, by phase. Engines stand still only in the last phase.",
+                "One bar a version, by phase. The engine generates through all phases but stopped.",
                 serving_figure(progress),
                 wide=True,
             ),

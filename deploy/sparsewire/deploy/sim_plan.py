@@ -11,6 +11,7 @@ be started by hand.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -28,11 +29,14 @@ from sparsewire.deploy.config_file import (
     describe_unusable_store,
     describe_unwritable,
     problems_error,
+    value_problems,
 )
 from sparsewire.deploy.models import describe_missing_model
+from sparsewire.rollout.config import WorkerConfig
 from sparsewire.rollout.tasks import open_task
 from sparsewire.sync.errors import ConfigError
 from sparsewire.sync.store.location import S3Location, parse_store_url
+from sparsewire.trainer.config import LearnerConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIRST_PORT = 20_000
@@ -108,13 +112,13 @@ def parse_regions(text: str) -> tuple[RegionSpec, ...]:
     return tuple(regions)
 
 
-def check_settings(settings: SimSettings) -> None:
-    """Refuse a simulation that cannot work.
+def check_settings(settings: SimSettings, *, known: Sequence[Problem] = ()) -> None:
+    """Refuse a simulation that cannot work; `known` are problems found while the settings were put together.
 
     Raises:
         ConfigError: lists every problem.
     """
-    problems: list[Problem] = []
+    problems = list(known)
     if not _NAME.fullmatch(settings.run):
         problems.append(Problem("--run", "must be 1 to 64 letters, digits, dots, dashes or underscores"))
     elif settings.directory.is_dir() and any(settings.directory.iterdir()):
@@ -134,6 +138,13 @@ def check_settings(settings: SimSettings) -> None:
             problems.append(Problem("--record-trace", f"{settings.record_trace} holds a trace already; give another"))
         elif reason := describe_unwritable(settings.record_trace):
             problems.append(Problem("--record-trace", reason))
+    for option, kind, values in (
+        ("--learner-set", LearnerConfig, settings.learner),
+        ("--worker-set", WorkerConfig, settings.worker),
+    ):
+        problems += [Problem(f"{option} {found.key}", found.text) for found in value_problems(kind, values)]
+    if importlib.util.find_spec("matplotlib") is None:
+        problems.append(Problem("", "the report needs matplotlib: pip install 'sparsewire[demo]'"))
     if settings.metrics_port is not None:
         for offset, role in enumerate(["learner", *(f"worker {region.name}" for region in settings.regions)]):
             if not port_is_free(settings.metrics_port + offset):

@@ -29,6 +29,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sparsewire.deploy.audit import audit_run
+from sparsewire.deploy.config_file import Problem
 from sparsewire.deploy.live import LiveView
 from sparsewire.deploy.models import resolve_model
 from sparsewire.deploy.processes import (
@@ -65,6 +66,8 @@ _POLL_SECONDS = 0.25
 _LINK_EVENT_SECONDS = 1.0
 _GRACE = timedelta(seconds=20)
 """Time between SIGTERM and SIGKILL: a worker finishes its batch, the learner its step and a checkpoint."""
+_BY_REQUEST = 128
+"""Exit codes from here on, and negative ones, mean that somebody ended the process: it did not fail by itself."""
 _WORKERS_END = timedelta(seconds=180)
 """Time that workers have to end by themselves after the learner has."""
 
@@ -132,7 +135,7 @@ class Fleet:
         if has_finished(member.role, progress):
             member.ended = True
             self._say(member, "ended", f"{member.role} has done its work", exit_code=code)
-        elif not has_started(member.role, progress):
+        elif 0 < code < _BY_REQUEST and not has_started(member.role, progress):
             self._say(member, "failed", f"{member.role} failed to start ({how_it_ended(code)})", exit_code=code)
             raise SparsewireError(
                 f"{member.role} failed to start ({how_it_ended(code)}); the end of {member.directory / 'log.txt'}:\n"
@@ -185,7 +188,7 @@ def has_started(role: str, progress: Progress) -> bool:
     if role == "learner":
         return bool(progress.learner_epochs)
     region = progress.regions.get(role.removeprefix("worker-"))
-    return region is not None and region.num_starts > 0
+    return region is not None and (region.num_starts > 0 or bool(region.applied))
 
 
 def has_finished(role: str, progress: Progress) -> bool:
@@ -197,8 +200,8 @@ def has_finished(role: str, progress: Progress) -> bool:
     return region is not None and (learner_done or region.end_reason == "run_complete")
 
 
-def simulate(settings: SimSettings, *, stop: StopSignal, console: Console) -> int:
-    """Run a simulation to its end and return its exit code.
+def simulate(settings: SimSettings, *, stop: StopSignal, console: Console, known: Sequence[Problem] = ()) -> int:
+    """Run a simulation to its end and return its exit code; `known` are problems of the settings found before.
 
     0 when every step was made and every region ended at the newest version with verified digests, 1 when not, 128
     plus the signal when it was asked to stop.
@@ -207,7 +210,7 @@ def simulate(settings: SimSettings, *, stop: StopSignal, console: Console) -> in
         ConfigError: the settings cannot work; lists every problem.
         SparsewireError: a process failed to start, or one could not be ended.
     """
-    check_settings(settings)
+    check_settings(settings, known=known)
     console.print(f"model {settings.model}: resolving", style="dim")
     plan = plan_simulation(settings, model=resolve_model(settings.model))
     settings.directory.mkdir(parents=True, exist_ok=True)

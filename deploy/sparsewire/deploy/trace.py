@@ -132,7 +132,10 @@ def write_base(path: Path, tensors: Weights) -> None:
 
 def write_xor(path: Path, before: Weights, tensors: Weights) -> None:
     """Write one version as the XOR of its bits with those of the version before."""
-    with _whole(path) as file, zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as frame:
+    num_bytes = sum(array.nbytes for array in tensors.values())
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    # With its size in the frame's header a one-shot decompressor can read it.
+    with _whole(path) as file, compressor.stream_writer(file, size=num_bytes, closefd=False) as frame:
         for name in sorted(tensors):
             frame.write((_bits16(name, before[name]) ^ _bits16(name, tensors[name])).data)
 

@@ -9,6 +9,7 @@ In the order of the flow:
 - `storage`: an engine's tensors as bits, written and digested in place.
 - `sampling`: one token from a distribution, reproducible per request.
 - `transformers_engine`: the embedded engine.
+- `proof`: what a patch must read like once applied.
 - `updater`: follows the run's versions and lands them in the engine.
 - `tasks`: prompts and rewards.
 - `sampler`: leases in, scored trajectories out.

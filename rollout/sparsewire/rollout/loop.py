@@ -11,7 +11,7 @@
            └────────────── between decode steps ◄────────────────────┘
 
 `run_worker` returns when the learner says that the run is complete, or soon after `stop` is set: the batch in progress
-gets `DRAIN_TIMEOUT` to finish, the spool gets a last flush, and what is not acknowledged by then waits in the spool
+gets `drain_timeout` to finish, the spool gets a last flush, and what is not acknowledged by then waits in the spool
 for the next start. A learner or source that is away slows the worker down; only one that stays away for
 `idle_timeout_seconds` ends it. Killing the process at any point loses nothing that was appended.
 """
@@ -66,7 +66,7 @@ _MIN_RETRY_SECONDS = 0.2
 _MAX_RETRY_SECONDS = 5.0
 
 
-def run_worker(config: WorkerConfig, *, stop: threading.Event) -> None:
+def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: timedelta = DRAIN_TIMEOUT) -> None:
     """Work for one run until it is complete or `stop` is set.
 
     Raises:
@@ -115,7 +115,7 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event) -> None:
             pid=os.getpid(),
             version=updater.served_version,
             mirror_version=mirror_version,
-            seeded=mirror_version is None and updater.num_wire_bytes < schema.num_bytes // 2,
+            seeded=subscriber.seeded_version is not None,
             engine=config.engine,
         )
         client = stack.enter_context(
@@ -135,12 +135,26 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event) -> None:
         )
         reason = "failed"
         try:
-            with _Drain(engine=engine, stop=stop):
+            with _Drain(engine=engine, stop=stop, timeout=drain_timeout):
                 reason = worker.run()
             worker.finish(reason)
+            if reason == "run_complete":
+                _report_live_weights(updater, events)
         finally:
             events.emit("worker_end", reason=reason, num_trajectories=sampler.num_trajectories)
             logger.info("worker %s ends: %s, %d trajectories", config.worker_id, reason, sampler.num_trajectories)
+
+
+def _report_live_weights(updater: Updater, events: EventLog) -> None:
+    """Say in the events which weights the engine ends with, from a last reading of all of them."""
+    started = time.monotonic()
+    digest = updater.audit_live()
+    events.emit(
+        "live_weights",
+        version=updater.served_version,
+        digest=None if digest is None else digest.hex(),
+        seconds=round(time.monotonic() - started, 6),
+    )
 
 
 class _Worker:
@@ -265,9 +279,10 @@ class _Worker:
 
 
 class _Drain:
-    """Ends a batch that goes on for longer than `DRAIN_TIMEOUT` after `stop`."""
+    """Ends a batch that goes on for longer than `timeout` after `stop`."""
 
-    def __init__(self, *, engine: Engine, stop: threading.Event) -> None:
+    def __init__(self, *, engine: Engine, stop: threading.Event, timeout: timedelta) -> None:
+        self._timeout = timeout
         self._engine = engine
         self._stop = stop
         self._finished = threading.Event()
@@ -283,7 +298,7 @@ class _Drain:
     def _watch(self) -> None:
         while not self._finished.wait(_POLL.total_seconds()):
             if self._stop.is_set():
-                if not self._finished.wait(DRAIN_TIMEOUT.total_seconds()):
+                if not self._finished.wait(self._timeout.total_seconds()):
                     logger.warning("the batch in progress is aborted; its leases expire and are handed out again")
                     self._engine.close()
                 return

@@ -94,6 +94,15 @@ class LiveTensor:
             total += digest_bits(block.view(self.spec.dtype.bits), start=at)
         return total
 
+    def read(self, patch: TensorPatch) -> Bits:
+        """Return the live bits at the positions of a patch, in its order."""
+        where = slice(patch.start, patch.start + patch.count) if patch.indices is None else patch.indices
+        if self._bits is not None:
+            return self._bits[where]
+        at = where if isinstance(where, slice) else torch.from_numpy(np.array(where)).to(self._flat.device)
+        block: npt.NDArray[Any] = self._flat[at].cpu().numpy()
+        return block.view(self.spec.dtype.bits)
+
     def _write_range(self, start: int, bits: Bits) -> None:
         for at in range(0, len(bits), _BLOCK):
             block = bits[at : at + _BLOCK]

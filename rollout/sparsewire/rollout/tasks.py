@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -21,9 +22,13 @@ logger = logging.getLogger(__name__)
 ADDITION = "addition"
 REASONING_GYM = "reasoning-gym:"
 NUM_REASONING_GYM_ITEMS = 1 << 20
-"""Items of a reasoning-gym dataset; higher item numbers start over."""
+"""Items of a reasoning-gym dataset; higher numbers start over."""
+
+_NUM_PREPARED_ITEMS = {"acre": 1 << 12}
+"""Items of datasets that make all of them when opened (acre: 0.2 ms each), instead of one when asked."""
 
 _MAX_ANSWER_CHARACTERS = 10_000
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class Task(Protocol):
@@ -39,7 +44,11 @@ class Task(Protocol):
 
 
 class Addition:
-    """Sums of two two-digit numbers, 8100 of them; the reward is 1 for exactly the number and nothing else."""
+    """Sums of two two-digit numbers, 8100 of them; the reward is 1 when the last number of the answer is the sum.
+
+    SmolLM2-135M-Instruct starts at 0.03 with 12 tokens at temperature 1, with both outcomes in a fifth of groups of 8
+    (384 samples); under an exact match of the whole answer it starts at 0.00, which leaves nothing to learn from.
+    """
 
     def _terms(self, item: int) -> tuple[int, int]:
         digest = hashlib.sha256(b"addition %d" % item).digest()
@@ -52,15 +61,17 @@ class Addition:
         return f"What is {a} + {b}? Answer with just the number."
 
     def score(self, item: int, completion: str) -> float:
-        """Return 1.0 when the completion is the sum, give or take white space around it, else 0.0."""
+        """Return 1.0 when the last number in the completion is the sum, else 0.0."""
         a, b = self._terms(item)
-        return float(completion.strip() == str(a + b))
+        numbers = _NUMBER.findall(completion)
+        return float(bool(numbers) and numbers[-1] == str(a + b))
 
 
 class ReasoningGym:
     """A dataset of reasoning-gym with its own verifier; an `<answer>` element is used where the model writes one."""
 
-    def __init__(self, *, name: str, dataset: Any) -> None:
+    def __init__(self, *, name: str, dataset: Any, num_items: int) -> None:
+        self._num_items = num_items
         self._name = name
         self._dataset = dataset
 
@@ -81,7 +92,7 @@ class ReasoningGym:
         return min(1.0, max(0.0, score)) if score == score else 0.0
 
     def _entry(self, item: int) -> dict[str, Any]:
-        entry: dict[str, Any] = self._dataset[item % NUM_REASONING_GYM_ITEMS]
+        entry: dict[str, Any] = self._dataset[item % self._num_items]
         return entry
 
 
@@ -109,13 +120,14 @@ def _open_reasoning_gym(name: str, *, seed: int) -> Task:
     dataset_name = name.removeprefix(REASONING_GYM)
     if dataset_name not in DATASETS:
         raise ConfigError(f"reasoning-gym has no dataset {dataset_name!r}; {_suggestion(dataset_name, list(DATASETS))}")
+    num_items = _NUM_PREPARED_ITEMS.get(dataset_name, NUM_REASONING_GYM_ITEMS)
     try:
-        dataset = reasoning_gym.create_dataset(dataset_name, seed=seed, size=NUM_REASONING_GYM_ITEMS)
+        dataset = reasoning_gym.create_dataset(dataset_name, seed=seed, size=num_items)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"task {name!r} cannot be used without settings of its own: {error}; choose another"
         ) from error
-    return ReasoningGym(name=name, dataset=dataset)
+    return ReasoningGym(name=name, dataset=dataset, num_items=num_items)
 
 
 def _suggestion(wanted: str, datasets: list[str] | None = None) -> str:

@@ -31,10 +31,11 @@ from transformers.utils import logging as transformers_logging
 from sparsewire.rollout.engine import EngineTensor, Generation, GenerationRequest, Placement
 from sparsewire.rollout.gate import StepGate
 from sparsewire.rollout.handshake import Binding, handshake
+from sparsewire.rollout.proof import digest_of
 from sparsewire.rollout.sampling import choose_tokens, uniform_at
 from sparsewire.rollout.storage import LiveTensor
 from sparsewire.sync.delta import TensorPatch
-from sparsewire.sync.digest import TensorDigest
+from sparsewire.sync.digest import ZERO, TensorDigest
 from sparsewire.sync.errors import ConfigError, EngineError, SchemaMismatchError
 from sparsewire.sync.trajectories.types import FinishReason, VersionSpan
 from sparsewire.sync.types import Dtype, Schema, bits_of
@@ -110,6 +111,7 @@ class TransformersEngine:
         self, *, model: Any, tokenizer: Any, eos_ids: frozenset[int], device: torch.device, holds_checkpoint: bool
     ) -> None:
         self._model = model.eval().requires_grad_(False)
+        self._model.get_output_embeddings().register_forward_pre_hook(_make_contiguous)
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._device = device
@@ -286,6 +288,16 @@ class TransformersEngine:
             digests[name] = self._places[schema.index[name]].digest()
         return digests
 
+    def digest_at(self, patches: Iterable[TensorPatch]) -> Mapping[str, TensorDigest]:
+        """Digest live weights at the positions of patches, by the run's names; see `proof.ReadsBack`."""
+        schema = self._bound()
+        digests: dict[str, TensorDigest] = {}
+        for patch in patches:
+            name = schema[patch.tensor].name
+            live = digest_of(patch, self._places[patch.tensor].read(patch))
+            digests[name] = digests.get(name, ZERO) + live
+        return digests
+
     def encode_chat(self, prompt: str) -> npt.NDArray[np.int32]:
         """Return the ids of one user message in the model's chat format, ending where the assistant begins."""
         text = self._tokenizer.apply_chat_template(
@@ -426,6 +438,14 @@ class TransformersEngine:
         """End the batch in progress after its current step, and let go of the model."""
         self._version = None
         self._gate.close(timeout=CLOSE_TIMEOUT)
+
+
+def _make_contiguous(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Copy the last hidden states before the output head: on a strided slice matmul copies the head once a row.
+
+    Measured on a 135M model, prefill of 16 x 37 tokens on one core: 3.9 s without, 1.4 s with.
+    """
+    return tuple(hidden.contiguous() for hidden in inputs)
 
 
 def _check_patch(schema: Schema, patch: TensorPatch) -> None:

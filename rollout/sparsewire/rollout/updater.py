@@ -3,11 +3,12 @@
     subscriber: wait_for_newer ─► sync (fetch, decode, verify, mirror)      the engine keeps generating
                                     │
                                     ▼
-                staged() ─► read patches into memory                        the engine keeps generating
+                staged() ─► patches into memory; do they lead from the      the engine keeps generating
+                            digests served to those of the manifest?
                                     │
           ┌──────────── pause ◄─────┘                                       at most `pause_timeout` from here
           ▼
-        apply ─► audit: live digests = manifest's? ──yes──► resume ─► release: the worker reports the version
+        apply ─► audit: live bits = what was proved? ──yes──► resume ─► release: the worker reports the version
           │ failed           │ no
           └────────┬─────────┘
                    ▼
@@ -21,6 +22,10 @@
 
 One thread owns the subscriber and changes the engine. `served_version` is the version that the worker may report: it
 follows the audit, never the apply. A version without changed elements flips the label without a pause.
+
+The audit in the pause digests what was written, where the engine can read that back (`proof.py`): weights proved
+before, plus a change proved now, are weights proved. A whole load, and any engine that cannot read back, is audited
+whole. Between versions the live weights are scrubbed: digested again tensor by tensor, at a small share of one core.
 """
 
 from __future__ import annotations
@@ -37,15 +42,17 @@ from typing import TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 
 from sparsewire.rollout.engine import Engine
+from sparsewire.rollout.proof import PatchProof, ReadsBack, prove_patches
 from sparsewire.sync.delta import TensorPatch
-from sparsewire.sync.digest import TensorDigest
+from sparsewire.sync.digest import TensorDigest, version_digest
 from sparsewire.sync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
     EngineError,
     SparsewireError,
 )
-from sparsewire.sync.subscriber import StagedUpdate, Subscriber
+from sparsewire.sync.staging import StagedUpdate
+from sparsewire.sync.subscriber import Subscriber
 from sparsewire.sync.telemetry import EventLog
 
 logger = logging.getLogger(__name__)
@@ -58,6 +65,9 @@ UNSERVED_LOAD_TIMEOUT = timedelta(hours=1)
 
 RELOAD_AFTER_FAILURES = 3
 """A version that failed so often as a patch is loaded whole."""
+
+SCRUB_BUDGET = timedelta(milliseconds=100)
+"""Time that one idle poll may spend on digesting live weights again: 5 % of a core at the default poll of 2 s."""
 
 _MIN_BACKOFF_SECONDS = 0.2
 _MAX_BACKOFF_SECONDS = 30.0
@@ -72,6 +82,9 @@ _PAUSED = Histogram(
 _UPDATES = Counter("sparsewire_worker_updates_total", "Attempts to land a version in the engine.", ["outcome"])
 _CHANGED = Counter("sparsewire_worker_changed_elements_total", "Elements written into the engine.")
 _SYNC_FAILURES = Counter("sparsewire_worker_sync_failures_total", "Failed attempts to fetch and verify a version.")
+_SCRUBBED = Counter(
+    "sparsewire_worker_scrubbed_tensors_total", "Live tensors digested again between versions.", ["outcome"]
+)
 _LAG = Gauge(
     "sparsewire_worker_step_to_serving_seconds", "Time from the optimizer step of the version served to serving it."
 )
@@ -120,6 +133,7 @@ class Updater:
         self._poll = poll
         self._clock = clock
         self._digests: dict[str, TensorDigest] = {}
+        self._scrub_queue: list[str] = []
         self._served: int | None = None
         self._num_fetch_failures = 0
         self._num_land_failures = 0
@@ -170,22 +184,57 @@ class Updater:
                 self._fatal = error
                 self._changed.notify_all()
 
+    # Proved weights stay proved.
+
+    def scrub(self, *, budget: timedelta) -> bool:
+        """Digest some live tensors again, in turn, and return whether they are what they should be; else withdraw them."""
+        until = time.monotonic() + budget.total_seconds()
+        for _ in range(len(self._digests)):
+            if self._served is None or time.monotonic() > until:
+                break
+            if not self._scrub_queue:
+                self._scrub_queue = sorted(self._digests, reverse=True)
+            name = self._scrub_queue.pop()
+            live = self._engine.digest([name])[name]
+            if live != self._digests[name]:
+                _SCRUBBED.labels("damaged").inc()
+                reason = (
+                    f"live tensor {name} has digest {live} instead of {self._digests[name]}: loading everything again"
+                )
+                logger.error("version %d went bad: %s", self._served, reason)
+                self._events.emit("apply_failed", version=self._served, phase="scrub", reason=reason)
+                self._withdraw(self._served)
+                return False
+            _SCRUBBED.labels("intact").inc()
+        return True
+
+    def audit_live(self) -> bytes | None:
+        """Digest all live weights and return the version digest they have; None while nothing is served.
+
+        Call it when `stop` has returned True; meant for the end of a run.
+        """
+        if self._served is None:
+            return None
+        schema = self._subscriber.schema
+        live = self._engine.digest([spec.name for spec in schema])
+        return version_digest(schema, [live[spec.name] for spec in schema])
+
     # One version.
 
     def update_once(self, *, timeout: timedelta) -> bool:
-        """Wait up to `timeout` for something to land, try to land it, and return whether the served version changed.
+        """Wait up to `timeout` for something to land, try to land it, and return whether a version did.
 
-        A failure is counted, logged in one line, and followed by a wait that a newer version or `stop` cuts short.
+        A failure is counted, logged in one line, and followed by a wait that `stop` cuts short.
         """
-        before = self._served
         try:
             if self._subscriber.staged() is None and not self._subscriber.wait_for_newer(timeout=timeout):
+                self.scrub(budget=SCRUB_BUDGET)
                 return False
             self._subscriber.sync(deadline=SYNC_DEADLINE_SECONDS)
             self._num_fetch_failures = 0
         except SparsewireError as error:
             _SYNC_FAILURES.inc()
-            logger.warning("no newer version could be fetched, serving %s: %s", before, error)
+            logger.warning("no newer version could be fetched, serving %s: %s", self._served, error)
             self._events.emit("apply_failed", version=self._subscriber.version, phase="fetch", reason=str(error))
             self._back_off(self._num_fetch_failures)
             self._num_fetch_failures += 1
@@ -195,10 +244,10 @@ class Updater:
             return False
         if self._land(update):
             self._num_land_failures = 0
-        else:
-            self._back_off(self._num_land_failures)
-            self._num_land_failures += 1
-        return self._served != before
+            return True
+        self._back_off(self._num_land_failures)
+        self._num_land_failures += 1
+        return False
 
     def _next(self) -> StagedUpdate | None:
         """Return what the engine misses; as a whole load where its own weights cannot be built upon."""
@@ -226,11 +275,12 @@ class Updater:
         try:
             with phases.phase("stage"):
                 patches = None if update.full else list(update.patches())
+                proof = None if patches is None else self._prove(update, patches)
             if patches == []:
                 self._relabel(update)
                 landed = update
             else:
-                landed = self._land_paused(update, patches, phases)
+                landed = self._land_paused(update, patches, proof, phases)
         except SparsewireError as error:
             self._report_failure(update, phases.current, error)
             _UPDATES.labels("refused").inc()
@@ -247,21 +297,26 @@ class Updater:
         self._report_success(landed, from_version, serving, phases)
         return True
 
+    def _prove(self, update: StagedUpdate, patches: list[TensorPatch]) -> PatchProof | None:
+        """Check before any pause that the patches lead from the version served to the one staged."""
+        try:
+            return prove_patches(patches, schema=self._subscriber.schema, base=self._digests, stated=update.digests)
+        except DigestMismatchError:
+            self._subscriber.require_full()
+            raise
+
     def _relabel(self, update: StagedUpdate) -> None:
         """Take over a version whose bits are those already served; nothing is written, so nothing pauses."""
-        for name, digest in update.digests.items():
-            if self._digests[name] != digest:
-                self._subscriber.require_full()
-                raise DigestMismatchError(
-                    f"version {update.version} changes tensor {name} by its digest, but its patches change nothing: "
-                    "the weights will be loaded whole"
-                )
         self._engine.apply((), version=update.version)
         self.num_wire_bytes += update.wire_bytes
         self._serve(update.version)
 
     def _land_paused(
-        self, update: StagedUpdate, patches: list[TensorPatch] | None, phases: _Phases
+        self,
+        update: StagedUpdate,
+        patches: list[TensorPatch] | None,
+        proof: PatchProof | None,
+        phases: _Phases,
     ) -> StagedUpdate | None:
         old, serving = self._served, self._served is not None
         bound = self._pause_timeout if serving else UNSERVED_LOAD_TIMEOUT
@@ -273,12 +328,12 @@ class Updater:
             self._engine.pause(timeout=self._pause_timeout / 2)
         try:
             try:
-                self._write(update, patches, phases, deadline=forward)
+                self._write(update, patches, proof, phases, deadline=forward)
                 reached: int | None = update.version
                 landed: StagedUpdate | None = update
             except SparsewireError as error:
                 self._report_failure(update, phases.current, error)
-                reached, landed = self._recover(update, patches, old, phases, deadline=deadline)
+                reached, landed = self._recover(update, patches, proof, old, phases, deadline=deadline)
             if landed is not None:
                 self._digests.update(landed.digests)
                 self.num_wire_bytes += landed.wire_bytes
@@ -289,13 +344,19 @@ class Updater:
             raise
         finally:
             self._engine.resume()
-            phases.seconds["paused"] = time.monotonic() - started
             if serving:
+                phases.seconds["paused"] = time.monotonic() - started
                 _PAUSED.observe(phases.seconds["paused"])
         return landed
 
     def _write(
-        self, update: StagedUpdate, patches: list[TensorPatch] | None, phases: _Phases, *, deadline: float
+        self,
+        update: StagedUpdate,
+        patches: list[TensorPatch] | None,
+        proof: PatchProof | None,
+        phases: _Phases,
+        *,
+        deadline: float,
     ) -> None:
         with phases.phase("apply"):
             if patches is None:
@@ -303,23 +364,31 @@ class Updater:
             else:
                 self._engine.apply(_before(deadline, patches), version=update.version)
         with phases.phase("audit"):
-            self._audit(update.digests, version=update.version, deadline=deadline)
+            if patches is not None and proof is not None and isinstance(self._engine, ReadsBack):
+                self._audit_change(patches, proof.applied, version=update.version, deadline=deadline)
+            else:
+                self._audit(update.digests, version=update.version, deadline=deadline)
 
     def _recover(
         self,
         update: StagedUpdate,
         patches: list[TensorPatch] | None,
+        proof: PatchProof | None,
         old: int | None,
         phases: _Phases,
         *,
         deadline: float,
     ) -> tuple[int | None, StagedUpdate | None]:
         """Return the version now proved in the engine (None: nothing is) and, if it is the new one, how it got there."""
-        if patches is not None and old is not None and all(patch.undo is not None for patch in patches):
+        if patches is not None and proof is not None and old is not None:
             try:
                 with phases.phase("undo"):
                     self._engine.apply(_before(deadline, map(_inverse, patches)), version=old)
-                    self._audit({name: self._digests[name] for name in update.digests}, version=old, deadline=deadline)
+                    if isinstance(self._engine, ReadsBack):
+                        self._audit_change(patches, proof.undone, version=old, deadline=deadline)
+                    else:
+                        before = {name: self._digests[name] for name in update.digests}
+                        self._audit(before, version=old, deadline=deadline)
                 _UPDATES.labels("undone").inc()
                 logger.info("version %d taken back, serving %d again", update.version, old)
                 return old, None
@@ -350,6 +419,24 @@ class Updater:
             if live != stated[name]:
                 raise DigestMismatchError(
                     f"live tensor {name} has digest {live}, version {version} states {stated[name]}: it will not be served"
+                )
+
+    def _audit_change(
+        self, patches: list[TensorPatch], proved: Mapping[str, TensorDigest], *, version: int, deadline: float
+    ) -> None:
+        """Compare live weights with what was proved, at the positions of `patches` only.
+
+        Raises:
+            DigestMismatchError: a tensor differs there.
+            DeadlineExceededError: no time is left.
+        """
+        assert isinstance(self._engine, ReadsBack)
+        live = self._engine.digest_at(_before(deadline, patches))
+        for name, digest in proved.items():
+            if live[name] != digest:
+                raise DigestMismatchError(
+                    f"live tensor {name} reads {live[name]} where it was patched, version {version} needs {digest}: "
+                    "it will not be served"
                 )
 
     def _withdraw(self, version: int) -> None:
@@ -390,7 +477,7 @@ class Updater:
             update.num_changed,
             update.wire_bytes,
             seconds["paused"],
-            serving - update.stepped_unix_seconds,
+            serving - (update.stepped_unix_seconds or serving),
         )
         self._events.emit(
             "version_applied",

@@ -3,7 +3,7 @@
 In the order of a version's journey. Pure: `types`, `delta`, `digest`, `codec`, `chain`, `view`, `manifest`. Services:
 `store` (object stores), `history` (one run's objects), `pack` and `publisher` (sending), `weight_service` and
 `weight_client` (gRPC), `source` (where a subscriber reads), `fetch`, `mirror`, `patch_file`, `seed`, `subscriber`
-(receiving), `trajectories` (the way back), `rpc`, `telemetry`, `errors` (beneath all).
+`staging` (receiving), `trajectories` (the way back), `rpc`, `telemetry`, `errors` (beneath all).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from sparsewire.sync.codec import FlatPatch, decode_tensor, encode_tensor
 from sparsewire.sync.digest import tensor_digest
 from sparsewire.sync.publisher import Publisher, PublisherSettings
-from sparsewire.sync.subscriber import StagedUpdate, Subscriber
+from sparsewire.sync.staging import StagedUpdate
+from sparsewire.sync.subscriber import Subscriber
 from sparsewire.sync.view import Shard
 
 __all__ = [

@@ -63,6 +63,23 @@ class Claim:
     incarnation: str
     """Random name of the process that claimed."""
 
+    def to_bytes(self) -> bytes:
+        """Serialise as JSON."""
+        return json.dumps({"epoch": self.epoch, "incarnation": self.incarnation}).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Claim:
+        """Parse what `to_bytes` wrote.
+
+        Raises:
+            DamagedError: it is something else.
+        """
+        try:
+            fields = json.loads(data)
+            return Claim(epoch=int(fields["epoch"]), incarnation=str(fields["incarnation"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"a claim of the run is damaged: {error}") from error
+
 
 class History:
     """Reads and writes one run's objects; holds no state but a bounded cache of immutable manifests."""
@@ -200,7 +217,7 @@ class History:
                 stored = None
             epoch = 1 if stored is None else self._parse_claim(stored.data).epoch + 1
             claim = Claim(epoch=epoch, incarnation=incarnation)
-            data = json.dumps({"epoch": epoch, "incarnation": incarnation}).encode()
+            data = claim.to_bytes()
             try:
                 if stored is None:
                     self.store.put_if_absent(self.key("epoch.json"), data)
@@ -228,11 +245,10 @@ class History:
 
     def _parse_claim(self, data: bytes) -> Claim:
         try:
-            fields = json.loads(data)
-            return Claim(epoch=int(fields["epoch"]), incarnation=str(fields["incarnation"]))
-        except (ValueError, KeyError, TypeError) as error:
+            return Claim.from_bytes(data)
+        except DamagedError as error:
             raise DamagedError(
-                f"{self.store.url}: {self.key('epoch.json')} is damaged: {error}; restore it from another copy"
+                f"{self.store.url}: {self.key('epoch.json')}: {error}; restore it from another copy"
             ) from error
 
     def put_schema(self, schema: Schema) -> None:
@@ -248,7 +264,11 @@ class History:
         self.store.put_if_absent(self.key(_version_name(manifest.version)), sealed)
 
     def put_anchor(self, manifest: Manifest) -> None:
-        """Store a committed version complete; an anchor that is there already stays."""
+        """Store a committed version complete.
+
+        Raises:
+            AlreadyExistsError: an anchor of that version is there already, and stays.
+        """
         self.store.put_if_absent(self.key(_name(LinkKind.ANCHOR, None, manifest.version)), manifest.seal())
 
     def delete(self, link: Link) -> None:

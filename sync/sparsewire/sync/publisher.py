@@ -22,24 +22,22 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 from prometheus_client import Counter, Gauge, Histogram
 
-from sparsewire.sync import errors
+from sparsewire.sync.baseline import Baseline
 from sparsewire.sync.chain import LinkKind, anchor_due, retained
 from sparsewire.sync.codec import CHUNK_BYTES
-from sparsewire.sync.delta import apply_patch
-from sparsewire.sync.digest import ZERO, TensorDigest
 from sparsewire.sync.errors import (
     AlreadyExistsError,
     ConfigError,
     DeadlineExceededError,
+    DigestMismatchError,
     FencedError,
     SchemaMismatchError,
     SparsewireError,
@@ -47,20 +45,21 @@ from sparsewire.sync.errors import (
     StoreUnavailableError,
 )
 from sparsewire.sync.history import Claim, History, check_run, pack_prefix
-from sparsewire.sync.manifest import Manifest
+from sparsewire.sync.manifest import Manifest, open_manifest
 from sparsewire.sync.merge import merge_parts
 from sparsewire.sync.pack import Part, write_pack
-from sparsewire.sync.ranks import SOLO, Ranks
+from sparsewire.sync.ranks import SOLO, Agreement, Ranks
 from sparsewire.sync.store.base import Store
 from sparsewire.sync.store.open import check_store_url, open_store
-from sparsewire.sync.subscriber import Subscriber
-from sparsewire.sync.types import describe_difference
 from sparsewire.sync.view import LocalView, Shard, check_cover
 
 logger = logging.getLogger(__name__)
 
 _MAX_CATCH_UPS = 3
 """How often one publish may find that its version was committed by a learner fenced a moment too late."""
+
+_TAKEN = b"taken"
+"""Rank 0's answer when the version exists already; a sealed manifest never looks like it."""
 
 _PUBLISHED = Counter("sparsewire_publisher_versions_total", "Versions committed or failed.", ["outcome"])
 _WIRE_BYTES = Counter("sparsewire_publisher_wire_bytes_total", "Bytes of packs and manifests stored.", ["kind"])
@@ -121,13 +120,10 @@ class Publisher:
         self._settings = settings
         self._stack = ExitStack()
         self._claim: Claim | None = None
-        self._caught_up: Subscriber | None = None
-        self._base: LocalView | None = None
-        self._digests: tuple[TensorDigest, ...] = ()
+        self._agreement = Agreement(ranks)
+        self._baseline = Baseline(url=url, run=run)
         self._flight: Future[Manifest] | None = None
         self._listeners: list[Callable[[Manifest], None]] = []
-        self.head: Manifest | None = None
-        """The newest committed version; None before the first."""
         self.last_report: PublishReport | None = None
         """Cost of the newest publish."""
 
@@ -152,7 +148,7 @@ class Publisher:
             stack.callback(self.store.close)
             self._history = History(store=self.store, run=self._run)
             self._executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="publish"))
-            stack.callback(self._close_caught_up)
+            stack.callback(self._baseline.close)
             self._executor.submit(self._take_over).result(self._settings.timeout.total_seconds())
             self._stack = stack.pop_all()
         return self
@@ -162,6 +158,11 @@ class Publisher:
     ) -> None:
         """Wait for the publish in flight, then close the store; the run may be claimed by another at any time."""
         self._stack.close()
+
+    @property
+    def head(self) -> Manifest | None:
+        """The newest committed version; None before the first."""
+        return self._baseline.head
 
     @property
     def epoch(self) -> int:
@@ -230,36 +231,29 @@ class Publisher:
 
     def _take_over(self) -> None:
         """Claim the run on rank 0, tell the others, and rebuild the committed head everywhere."""
-        claim = b""
-        if self._ranks.rank == 0:
-            claim = self._guarded(lambda: _claim_to_bytes(self._history.claim(uuid.uuid4().hex)))
-        self._claim = _claim_from_bytes(self._from_first(claim))
+        incarnation = uuid.uuid4().hex
+        claimed = self._agreement.on_first(lambda: self._history.claim(incarnation).to_bytes())
+        self._claim = Claim.from_bytes(claimed)
         self._catch_up()
         head = "no version yet" if self.head is None else f"head is version {self.head.version}"
         logger.info("claimed run %s at %s with epoch %d: %s", self._run, self.store.url, self.epoch, head)
 
     def _catch_up(self) -> None:
-        """Rebuild the head from the store as a late worker would; the baseline is cut from it at the next publish."""
-        self._close_caught_up()
-        self._base = None
-        head = b""
-        if self._ranks.rank == 0:
-            head = self._guarded(lambda: repr(self._history.head()).encode())
-        version = self._from_first(head)
-        if version == b"None":
-            self.head = None
-            return
-        subscriber = Subscriber.open(self._url, run=self._run)
-        self._caught_up = subscriber.__enter__()
-        self._caught_up.sync(int(version))
-        self.head = self._history.commit(int(version))
-        self._digests = tuple(self._caught_up.digests().values())
-        _HEAD.set(self.head.version)
+        """Rebuild the committed head on every rank."""
+        sealed = self._agreement.on_first(self._sealed_head)
+        head = open_manifest(sealed, where=f"{self.store.url}: head") if sealed else None
 
-    def _close_caught_up(self) -> None:
-        if self._caught_up is not None:
-            self._caught_up.__exit__(None, None, None)
-            self._caught_up = None
+        def rebuild() -> bytes:
+            self._baseline.catch_up(head)
+            return b""
+
+        self._agreement.on_all(rebuild)
+        if head is not None:
+            _HEAD.set(head.version)
+
+    def _sealed_head(self) -> bytes:
+        version = self._history.head()
+        return b"" if version is None else self._history.commit(version).seal()
 
     def _publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest:
         started = time.time()
@@ -300,25 +294,21 @@ class Publisher:
 
     def _try_publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest | None:
         """Encode, gather, commit; None when the version was taken and the head must be rebuilt first."""
-        base = self._baseline(view)
         version = 0 if self.head is None else self.head.version + 1
-        part, parts = self._write_parts(view, base, version)
+        part, parts = self._write_parts(view, version, lambda: self._baseline.shards_of(view))
         started = time.monotonic()
-        reply = b""
-        if self._ranks.rank == 0:
-            reply = self._guarded(lambda: self._commit(view, parts, version, step, stepped_unix_seconds))
         try:
-            outcome = self._from_first(reply)
+            sealed = self._agreement.on_first(lambda: self._commit(view, parts, version, step, stepped_unix_seconds))
         except (StoreUnavailableError, DeadlineExceededError):
             raise  # the commit may have arrived all the same, so its pack must stay
         except SparsewireError:
             self._discard(part)
             raise
-        if outcome == b"taken":
+        if sealed == _TAKEN:
             self._discard(part)
             return None
-        manifest = self._history.commit(version)
-        self._move_baseline(view, part, manifest)
+        manifest = open_manifest(sealed, where=f"version {version}")
+        self._baseline.move(view, part, manifest)
         self.last_report = PublishReport(
             version=version,
             kind=manifest.kind,
@@ -332,41 +322,9 @@ class Publisher:
         )
         return manifest
 
-    def _baseline(self, view: LocalView) -> LocalView | None:
-        """Return this rank's shards at the committed head, None for a new run."""
-        if self.head is None:
-            return None
-        if self._caught_up is not None:
-            self._check_schema(view, self._caught_up.schema.sha256)
-            held = LocalView.of(self._caught_up.tensors())
-            self._base = LocalView(
-                view.schema,
-                view.starts,
-                tuple(
-                    whole[start : start + len(bits)].copy()
-                    for whole, start, bits in zip(held.bits, view.starts, view.bits, strict=True)
-                ),
-            )
-            self._close_caught_up()
-        assert self._base is not None
-        self._check_schema(view, self.head.schema_sha256)
-        if self._base.extents != view.extents:
-            raise SchemaMismatchError(
-                f"run {self._run}: this rank's shards moved between two publishes; open the publisher anew"
-            )
-        return self._base
-
-    def _check_schema(self, view: LocalView, sha256: bytes) -> None:
-        if view.schema.sha256 == sha256:
-            return
-        held = (
-            self._caught_up.schema if self._caught_up is not None else self._base.schema if self._base else view.schema
-        )
-        raise SchemaMismatchError(
-            f"run {self._run} at {self.store.url} is of another model: {describe_difference(view.schema, held)}; use another run id"
-        )
-
-    def _write_parts(self, view: LocalView, base: LocalView | None, version: int) -> tuple[Part, list[Part]]:
+    def _write_parts(
+        self, view: LocalView, version: int, base: Callable[[], LocalView | None]
+    ) -> tuple[Part, list[Part]]:
         """Write this rank's pack and gather what all ranks wrote; if one failed, all discard theirs and raise."""
         key = f"{pack_prefix(version)}{self.epoch:08d}-{uuid.uuid4().hex[:12]}-{self._ranks.rank:05d}.pack"
         part: Part | None = None
@@ -374,13 +332,12 @@ class Publisher:
         def write() -> bytes:
             nonlocal part
             part = write_pack(
-                view, base, store=self.store, run=self._run, pack_key=key, chunk_bytes=self._settings.chunk_bytes
+                view, base(), store=self.store, run=self._run, pack_key=key, chunk_bytes=self._settings.chunk_bytes
             )
             return part.to_bytes()
 
-        replies = self._ranks.all_gather(self._guarded(write))
         try:
-            parts = [Part.from_bytes(_unwrap(reply, rank)) for rank, reply in enumerate(replies)]
+            parts = [Part.from_bytes(reply) for reply in self._agreement.on_all(write)]
             if any(other.schema_sha256 != parts[0].schema_sha256 for other in parts):
                 raise SchemaMismatchError(f"run {self._run}: the ranks publish different names, dtypes or shapes")
             check_cover(view.schema, [extent for other in parts for extent in other.extents])
@@ -402,17 +359,18 @@ class Publisher:
             version=version,
             schema=view.schema,
             base=self.head,
-            base_digests=self._digests,
+            base_digests=self._baseline.digests,
             epoch=self.epoch,
             step=step,
             stepped_unix_seconds=stepped_unix_seconds,
             now_unix_seconds=time.time(),
         )
+        sealed = manifest.seal()
         if self.head is None:
             self._history.put_schema(view.schema)
         self._history.check_claim(self._claim)
         try:
-            self._history.put_commit(manifest, manifest.seal())
+            self._history.put_commit(manifest, sealed)
         except AlreadyExistsError:
             self._history.check_claim(self._claim)
             other = self._history.commit(version)
@@ -423,25 +381,8 @@ class Publisher:
             logger.warning(
                 "version %d was committed by epoch %d just before it was fenced; going on from it", version, other.epoch
             )
-            return b"taken"
-        return b"committed"
-
-    def _move_baseline(self, view: LocalView, part: Part, manifest: Manifest) -> None:
-        if self._base is None:
-            self._base = LocalView(view.schema, view.starts, tuple(np.array(bits) for bits in view.bits))
-            self._digests = (ZERO,) * len(view.schema)
-        for patch in part.patches:
-            start = self._base.starts[patch.tensor]
-            apply_patch(
-                self._base.bits[patch.tensor],
-                replace(
-                    patch,
-                    start=patch.start - start,
-                    indices=None if patch.indices is None else patch.indices - start,
-                ),
-            )
-        self._digests = tuple(manifest.digests.get(tensor, digest) for tensor, digest in enumerate(self._digests))
-        self.head = manifest
+            return _TAKEN
+        return sealed
 
     def _discard(self, part: Part) -> None:
         """Delete a pack that no manifest names."""
@@ -456,11 +397,8 @@ class Publisher:
 
     def _upkeep(self) -> None:
         """Write an anchor when one is due and prune; what fails here is tried again after the next commit."""
-        due = b""
-        if self._ranks.rank == 0:
-            due = self._guarded(self._anchor_is_due)
         try:
-            if self._from_first(due) == b"due":
+            if self._agreement.on_first(self._anchor_is_due) == b"due":
                 self._write_anchor()
             if self._ranks.rank == 0:
                 self._prune()
@@ -472,27 +410,24 @@ class Publisher:
 
     def _write_anchor(self) -> None:
         """Store the head complete, from the baselines of all ranks."""
-        assert self._base is not None
         assert self.head is not None
-        part, parts = self._write_parts(self._base, None, self.head.version)
-        reply = b""
-        if self._ranks.rank == 0:
-            reply = self._guarded(lambda: self._put_anchor(parts))
+        part, parts = self._write_parts(self._baseline.local, self.head.version, lambda: None)
         try:
-            self._from_first(reply)
+            self._agreement.on_first(lambda: self._put_anchor(parts))
+        except (StoreUnavailableError, DeadlineExceededError):
+            raise  # as with a commit
         except SparsewireError:
             self._discard(part)
             raise
 
     def _put_anchor(self, parts: Sequence[Part]) -> bytes:
-        assert self._base is not None
         assert self.head is not None
         head = self.head
         merged = merge_parts(
             parts,
             run=self._run,
             version=head.version,
-            schema=self._base.schema,
+            schema=self._baseline.local.schema,
             base=None,
             base_digests=(),
             epoch=self.epoch,
@@ -501,7 +436,7 @@ class Publisher:
             now_unix_seconds=head.created_unix_seconds,
         )
         if merged.version_digest != head.version_digest:
-            raise errors.DigestMismatchError(
+            raise DigestMismatchError(
                 f"run {self._run}: the baseline is not version {head.version}; restart this learner"
             )
         self._history.put_anchor(merged)
@@ -517,33 +452,3 @@ class Publisher:
         for link in sorted(set(links) - kept, key=lambda link: link.version):
             self._history.delete(link)
             logger.info("pruned the %s of version %d (%d bytes)", link.kind.value, link.version, link.num_bytes)
-
-    # Speaking with the other ranks.
-
-    def _guarded(self, work: Callable[[], bytes]) -> bytes:
-        """Return the result behind `+`, or this package's error behind `-`, so that no rank waits for one that failed."""
-        try:
-            return b"+" + work()
-        except SparsewireError as error:
-            return b"-" + f"{type(error).__name__}:{error}".encode()
-
-    def _from_first(self, reply: bytes) -> bytes:
-        return _unwrap(self._ranks.all_gather(reply)[0], 0)
-
-
-def _unwrap(reply: bytes, rank: int) -> bytes:
-    """Return what a rank sent, or raise what it raised."""
-    if reply[:1] == b"+":
-        return reply[1:]
-    name, _, message = reply[1:].decode().partition(":")
-    kind = getattr(errors, name, SparsewireError)
-    raise kind(message if rank == 0 else f"rank {rank}: {message}")
-
-
-def _claim_to_bytes(claim: Claim) -> bytes:
-    return f"{claim.epoch} {claim.incarnation}".encode()
-
-
-def _claim_from_bytes(data: bytes) -> Claim:
-    epoch, incarnation = data.decode().split(" ")
-    return Claim(epoch=int(epoch), incarnation=incarnation)

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -46,9 +45,10 @@ from sparsewire.sync.history import check_identity, check_run
 from sparsewire.sync.manifest import Manifest, open_manifest
 from sparsewire.sync.mirror import Mirror, Weights
 from sparsewire.sync.open_source import open_source
-from sparsewire.sync.patch_file import PatchWriter, fold
+from sparsewire.sync.patch_file import PatchWriter
 from sparsewire.sync.seed import open_checkpoint, seed_weights
 from sparsewire.sync.source import Source
+from sparsewire.sync.staging import StagedUpdate, Staging
 from sparsewire.sync.types import Bits, Schema, describe_difference
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,6 @@ DEFAULT_DEADLINE_SECONDS = 3600.0
 
 _MAX_REPLANS = 3
 _MAX_SEED_CANDIDATES = 64
-_STAGED_SHARE = 0.5
-"""Staged patches above this share of the view are dropped: from there on reloading the engine is cheaper."""
-
 _VERSION = Gauge("sparsewire_subscriber_version", "Version that the mirror holds, verified.")
 _WIRE_BYTES = Counter("sparsewire_subscriber_wire_bytes_total", "Bytes of packs and manifests fetched.", ["kind"])
 _SYNCS = Counter("sparsewire_subscriber_links_total", "Links taken or refused.", ["kind", "outcome"])
@@ -72,48 +69,6 @@ _SECONDS = Histogram(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncTimings:
-    """Where the time went between seeing a version and holding it; sums over all links taken."""
-
-    seen_unix_seconds: float
-    """When the sync that led here began."""
-    fetch_seconds: float = 0.0
-    """Waiting for bytes."""
-    decode_seconds: float = 0.0
-    """Decoding and verifying chunks against the mirror, and writing the patch file."""
-    mirror_seconds: float = 0.0
-    """Scattering into the mirror."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedUpdate:
-    """All that an engine at `base_version` needs to stand at `version`; verified, in the mirror already."""
-
-    base_version: int | None
-    version: int
-    full: bool
-    """True when no patches lead there: load everything from the mirror."""
-    digests: Mapping[str, TensorDigest]
-    """Digest at `version` of every touched tensor (of all tensors when full)."""
-    version_digest: bytes
-    num_changed: int
-    """Elements changed by the versions folded; an upper bound once several are."""
-    wire_bytes: int
-    timings: SyncTimings
-    stepped_unix_seconds: float
-    """When the optimizer step of `version` ended, by the learner's clock."""
-    committed_unix_seconds: float
-    """When `version` was committed, by the learner's clock."""
-    epoch: int
-    step: int
-    paths: tuple[Path, ...] = field(repr=False)
-
-    def patches(self) -> Iterator[TensorPatch]:
-        """Yield the folded patches; may be called again for a retry."""
-        return fold(self.paths)
-
-
 class Subscriber:
     """Follows one run; see the module for the order of things."""
 
@@ -122,17 +77,11 @@ class Subscriber:
         self._run = check_run(run)
         self._mirror = Mirror(path=mirror, run=run)
         self._seed = seed
-        self._stage = stage
+        self._staging = Staging(mirror=self._mirror, keep=stage)
         self._stack = ExitStack()
         self._schemas: dict[bytes, Schema] = {}
-        self._staged: list[Path] = []
-        self._released: int | None = None
-        self._full = True
-        self._manifest: Manifest | None = None
-        self._touched: set[int] = set()
-        self._num_changed = 0
-        self._wire_bytes = 0
-        self._timings: SyncTimings | None = None
+        self.seeded_version: int | None = None
+        """The version that a local checkpoint gave, so that it never crossed the wire; None when none did."""
 
     @classmethod
     def open(
@@ -257,7 +206,7 @@ class Subscriber:
         wanted = self._wanted(version, links)
         if wanted == held:
             return wanted
-        self._timings = SyncTimings(seen_unix_seconds=started) if self._timings is None else self._timings
+        self._staging.begin(seen_unix_seconds=started)
         if held is None and self._seed is not None:
             self._sow(self._seed, links, wanted, clock)
         self._walk(links, wanted, clock)
@@ -317,13 +266,15 @@ class Subscriber:
         manifest = retry(
             f"{self._source.url}: manifest of version {link.version}", lambda: self._open(link), deadline=deadline
         )
+        clock = _PhaseClock()
         if manifest.kind is LinkKind.ANCHOR:
-            self._take_anchor(manifest, deadline)
+            self._take_anchor(manifest, deadline, clock)
         else:
-            self._take_delta(manifest, deadline)
-        wire_bytes = manifest.link.num_bytes
-        self._wire_bytes += wire_bytes
-        self._manifest = manifest
+            self._take_delta(manifest, deadline, clock)
+        wire_bytes, seconds = manifest.link.num_bytes, clock.stop()
+        self._staging.add(manifest, wire_bytes=wire_bytes, seconds=seconds)
+        for phase, value in seconds.items():
+            _SECONDS.labels(phase).observe(value)
         _WIRE_BYTES.labels(manifest.kind.value).inc(wire_bytes)
         _SYNCS.labels(manifest.kind.value, "taken").inc()
         _VERSION.set(manifest.version)
@@ -349,7 +300,7 @@ class Subscriber:
 
     # One link.
 
-    def _take_delta(self, manifest: Manifest, deadline: Deadline) -> None:
+    def _take_delta(self, manifest: Manifest, deadline: Deadline, clock: _PhaseClock) -> None:
         where = f"{self._source.url}: version {manifest.version}"
         state, mirror = self._mirror.state, self._mirror
         if manifest.base_version != state.version or manifest.base_digest != state.version_digest:
@@ -366,7 +317,6 @@ class Subscriber:
         num_changed = 0
         touched: set[int] = set()
         path = mirror.path / f"{state.version:012d}-{manifest.version:012d}.patch"
-        clock = _PhaseClock()
         with PatchWriter(path) as writer:
             for decoded in self._decoded(manifest, mirror.schema, self._base_bits, deadline, clock):
                 for patch in decoded.patches:
@@ -382,17 +332,13 @@ class Subscriber:
                 )
         clock.enter("mirror")
         mirror.advance(path, version=manifest.version, digests=digests)
-        self._note(clock)
-        self._touched |= touched
-        self._num_changed += num_changed
-        self._keep(path)
+        self._staging.add_patch(path, touched=touched, num_changed=num_changed)
 
-    def _take_anchor(self, manifest: Manifest, deadline: Deadline) -> None:
+    def _take_anchor(self, manifest: Manifest, deadline: Deadline, clock: _PhaseClock) -> None:
         where = f"{self._source.url}: anchor of version {manifest.version}"
         schema = self._schema(manifest)
         digests = [ZERO] * len(schema)
         covered = [0] * len(schema)
-        clock = _PhaseClock()
         with self._mirror.fill(schema) as fresh:
             for decoded in self._decoded(manifest, schema, None, deadline, clock):
                 _write_dense(fresh, decoded, covered, where)
@@ -405,8 +351,7 @@ class Subscriber:
                     )
             self._verify(manifest, schema, digests, where)
             self._mirror.switch(fresh, version=manifest.version, digests=digests)
-        self._note(clock)
-        self._need_full()
+        self._staging.require_full()
 
     def _decoded(
         self, manifest: Manifest, schema: Schema, base: Any, deadline: Deadline, clock: _PhaseClock
@@ -459,8 +404,9 @@ class Subscriber:
             if version_digest(schema, digests) != manifest.version_digest:
                 return False
             self._mirror.switch(fresh, version=manifest.version, digests=digests)
-        self._manifest = manifest
-        self._need_full()
+        self.seeded_version = manifest.version
+        self._staging.add(manifest, wire_bytes=0, seconds={})
+        self._staging.require_full()
         logger.info("seeded version %d from %s: %d bytes stay off the wire", manifest.version, seed, schema.num_bytes)
         return True
 
@@ -468,25 +414,7 @@ class Subscriber:
 
     def staged(self) -> StagedUpdate | None:
         """Return what leads from the version last released to the one held, or None when the engine is current."""
-        if self.version is None or (self.version == self._released and not self._full):
-            return None
-        state, manifest = self._mirror.state, self._manifest
-        numbers = range(len(state.digests)) if self._full else sorted(self._touched)
-        return StagedUpdate(
-            base_version=self._released,
-            version=state.version,
-            full=self._full,
-            digests={self._mirror.schema[number].name: state.digests[number] for number in numbers},
-            version_digest=state.version_digest,
-            num_changed=self._mirror.schema.num_elements if self._full else self._num_changed,
-            wire_bytes=self._wire_bytes,
-            timings=self._timings or SyncTimings(seen_unix_seconds=time.time()),
-            stepped_unix_seconds=manifest.stepped_unix_seconds if manifest else 0.0,
-            committed_unix_seconds=manifest.created_unix_seconds if manifest else 0.0,
-            epoch=manifest.epoch if manifest else 0,
-            step=manifest.step if manifest else 0,
-            paths=tuple(self._staged),
-        )
+        return self._staging.staged()
 
     def release(self, version: int) -> None:
         """Say that the engine stands, proved, at `version`, which must be the one held; its patches are forgotten.
@@ -494,46 +422,11 @@ class Subscriber:
         Raises:
             ValueError: another version is held.
         """
-        if version != self.version:
-            raise ValueError(f"cannot release version {version}: {self.version} is held")
-        self._forget_staged()
-        self._released = version
-        self._full = False
-        self._touched, self._num_changed, self._wire_bytes, self._timings = set(), 0, 0, None
+        self._staging.release(version)
 
     def require_full(self) -> None:
         """Say that the engine's weights are not to be trusted: the next `staged` is a full one."""
-        self._need_full()
-
-    def _need_full(self) -> None:
-        self._forget_staged()
-        self._full = True
-
-    def _keep(self, path: Path) -> None:
-        if not self._stage or self._full:
-            path.unlink()
-            return
-        self._staged.append(path)
-        if sum(staged.stat().st_size for staged in self._staged) > _STAGED_SHARE * self._mirror.schema.num_bytes:
-            logger.info("staged patches outweigh %g of the view: the engine will reload from the mirror", _STAGED_SHARE)
-            self._need_full()
-
-    def _forget_staged(self) -> None:
-        for path in self._staged:
-            path.unlink(missing_ok=True)
-        self._staged = []
-
-    def _note(self, clock: _PhaseClock) -> None:
-        assert self._timings is not None
-        seconds = clock.stop()
-        for phase, value in seconds.items():
-            _SECONDS.labels(phase).observe(value)
-        self._timings = replace(
-            self._timings,
-            fetch_seconds=self._timings.fetch_seconds + seconds.get("fetch", 0.0),
-            decode_seconds=self._timings.decode_seconds + seconds.get("decode", 0.0),
-            mirror_seconds=self._timings.mirror_seconds + seconds.get("mirror", 0.0),
-        )
+        self._staging.require_full()
 
 
 def _write_dense(fresh: Weights, decoded: DecodedChunk, covered: list[int], where: str) -> None:

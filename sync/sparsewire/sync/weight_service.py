@@ -69,7 +69,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         ]
         return weights_pb2.ListLinksResponse(links=links)
 
-    def GetManifest(  # noqa: N802
+    def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: grpc.ServicerContext
     ) -> weights_pb2.GetManifestResponse:
         self._check_run(request.run)
@@ -87,7 +87,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
             raise NotFoundError(f"a schema hash has 32 bytes, not {len(request.schema_sha256)}")
         return weights_pb2.GetSchemaResponse(schema=self._history.schema(request.schema_sha256))
 
-    def ReadPack(  # noqa: N802
+    def ReadPack(
         self, request: weights_pb2.ReadPackRequest, context: grpc.ServicerContext
     ) -> Iterator[weights_pb2.ReadPackResponse]:
         self._check_run(request.run)

@@ -68,12 +68,12 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """The next request with this method fails in this way."""
+    """How one request fails."""
 
     method: str
     kind: FaultKind
-    status: int = 503
-    code: str = "SlowDown"
+    status: int
+    code: str
 
 
 @dataclass(slots=True)
@@ -98,13 +98,17 @@ class FaultyS3:
     objects: dict[str, _Object] = field(default_factory=dict)
     uploads: dict[str, tuple[str | None, dict[int, bytes]]] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
-    after_next_put: Callable[[], None] | None = None
-    """Called once after a PUT was done and before it is answered."""
+    before_next_answer: Callable[[], None] | None = None
+    """Called once when a request has been carried out and before it is answered."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def url(self, prefix: str = "run") -> str:
         """Return the store URL of a prefix."""
         return f"s3://faulty/{prefix}?endpoint_url={self.endpoint_url}"
+
+    def fail(self, method: str, kind: str, *, times: int = 1, status: int = 503, code: str = "SlowDown") -> None:
+        """Let the next `times` requests with this method fail; other methods pass in between."""
+        self.faults.extend([Fault(method=method, kind=FaultKind(kind), status=status, code=code)] * times)
 
     def next_fault(self, method: str) -> Fault | None:
         """Take the next fault if it is for this method."""
@@ -115,9 +119,10 @@ class FaultyS3:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 20
+    disable_nagle_algorithm = True
     state: ClassVar[FaultyS3]
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
         """Keep test output clean."""
 
     def handle_one(self) -> None:
@@ -168,9 +173,6 @@ class _Handler(BaseHTTPRequestHandler):
                     return
             token = None if state.drops_metadata else self.headers.get("x-amz-meta-sparsewire-write")
             stored = state.objects[key] = _Object(body, token)
-            action, state.after_next_put = state.after_next_put, None
-        if action:
-            action()
         self.answer(200, b"", ETag=stored.etag)
 
     def get(self, key: str, *, truncate: bool) -> None:
@@ -225,6 +227,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, b"<CompleteMultipartUploadResult></CompleteMultipartUploadResult>")
 
     def answer(self, status: int, body: bytes, *, truncate: bool = False, **headers: str) -> None:
+        action, self.state.before_next_answer = self.state.before_next_answer, None
+        if action:
+            action()
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)

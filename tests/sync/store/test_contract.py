@@ -80,11 +80,11 @@ def test_a_range_has_exactly_the_bytes_asked_for(store: Store) -> None:
     assert store.get_range("pack", 5, 0) == b""
 
 
-@pytest.mark.parametrize(("offset", "length"), [(0, 11), (9, 2), (10, 1), (5000, 4), (3, 1 << 50)])
-def test_a_range_beyond_the_end_is_damage(store: Store, offset: int, length: int) -> None:
+def test_a_range_beyond_the_end_is_damage(store: Store) -> None:
     store.put("pack", b"0123456789")
-    with pytest.raises(DamagedError, match="pack"):
-        store.get_range("pack", offset, length)
+    for offset, length in ((0, 11), (9, 2), (10, 1), (5000, 4), (3, 1 << 50)):
+        with pytest.raises(DamagedError, match="pack"):
+            store.get_range("pack", offset, length)
 
 
 def test_a_negative_range_is_refused(store: Store) -> None:
@@ -103,20 +103,21 @@ def test_put_if_absent_keeps_the_first_object(store: Store) -> None:
     assert (stored.data, stored.etag) == (b"mine", etag)
 
 
-@pytest.mark.parametrize("same_bytes", [False, True])
-def test_of_sixteen_racing_creators_exactly_one_wins(
-    store: Store, open_another: Callable[[], Store], same_bytes: bool
-) -> None:
+def test_of_sixteen_racing_creators_exactly_one_wins(store: Store, open_another: Callable[[], Store]) -> None:
+    def content(number: int) -> bytes:
+        """Two racers each bring the same bytes, which must not make both of them winners."""
+        return b"racer %d" % (number // 2)
+
     def create(racer: Store, number: int) -> bool:
         try:
-            racer.put_if_absent("v/8.manifest", b"same" if same_bytes else b"racer %d" % number)
+            racer.put_if_absent("v/8.manifest", content(number))
         except AlreadyExistsError:
             return False
         return True
 
     won = race([store, *(open_another() for _ in range(3))], create)
     assert sum(won) == 1
-    assert store.get("v/8.manifest").data == (b"same" if same_bytes else b"racer %d" % won.index(True))
+    assert store.get("v/8.manifest").data == content(won.index(True))
 
 
 def test_compare_and_set_needs_the_current_etag(store: Store) -> None:
@@ -136,21 +137,17 @@ def test_compare_and_set_needs_the_current_etag(store: Store) -> None:
 def test_of_sixteen_racing_compare_and_sets_exactly_one_wins(store: Store, open_another: Callable[[], Store]) -> None:
     stores = [store, *(open_another() for _ in range(3))]
     etag = store.put("epoch", b"start")
-    for _ in range(3):
-        current = etag
 
-        def claim(racer: Store, number: int, current: str = current) -> bool:
-            try:
-                racer.put_if_match("epoch", b"claimed by %d, was %s" % (number, current.encode()), current)
-            except PreconditionFailedError:
-                return False
-            return True
+    def claim(racer: Store, number: int) -> bool:
+        try:
+            racer.put_if_match("epoch", b"claimed by %d" % number, etag)
+        except PreconditionFailedError:
+            return False
+        return True
 
-        won = race(stores, claim)
-        assert sum(won) == 1
-        stored = store.get("epoch")
-        assert stored.data.startswith(b"claimed by %d," % won.index(True))
-        etag = stored.etag
+    won = race(stores, claim)
+    assert sum(won) == 1
+    assert store.get("epoch").data == b"claimed by %d" % won.index(True)
 
 
 def test_a_large_object_written_in_pieces_appears_whole_at_the_end(store: Store) -> None:
@@ -172,25 +169,23 @@ def test_a_large_object_written_in_pieces_appears_whole_at_the_end(store: Store)
     assert store.get_range("packs/1.pack", 8 * MIB - 2, 4) == data[8 * MIB - 2 : 8 * MIB + 2]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 8 * MIB, 8 * MIB + 1])
-def test_a_written_object_may_have_any_size(store: Store, num_bytes: int) -> None:
-    data = pattern(num_bytes)
-    with store.write("pack") as writer:
-        writer.append(data)
-    assert store.get("pack").data == data
+def test_a_written_object_may_have_any_size(store: Store) -> None:
+    for num_bytes in (0, 1, 8 * MIB, 8 * MIB + 1):
+        with store.write("pack") as writer:
+            writer.append(pattern(num_bytes))
+        assert store.get("pack").data == pattern(num_bytes)
 
 
-@pytest.mark.parametrize("num_bytes", [3, 17 * MIB])
-def test_a_writer_that_raises_leaves_nothing(store: Store, num_bytes: int) -> None:
-    def fail(key: str) -> None:
+def test_a_writer_that_raises_leaves_nothing(store: Store) -> None:
+    def fail(key: str, num_bytes: int) -> None:
         with store.write(key) as writer:
             writer.append(pattern(num_bytes))
             raise RuntimeError("encoder failed")
 
     store.put("old", b"old")
-    for key in ("new", "old"):
+    for key, num_bytes in (("new", 3), ("old", 3), ("new", 9 * MIB), ("old", 9 * MIB)):
         with pytest.raises(RuntimeError, match="encoder failed"):
-            fail(key)
+            fail(key, num_bytes)
     assert [(info.key, info.num_bytes) for info in store.list("")] == [("old", 3)]
     assert store.get("old").data == b"old"
 
@@ -207,7 +202,19 @@ def test_listing_is_in_key_order_below_the_prefix_and_above_the_start(store: Sto
     for key in KEYS:
         store.put(key, key.encode())
     for prefix in ("", "r", "r/", "r/a", "r/a/", "r/v/", "r/v/000", "r/v/0001", "r/nothing/", "zz"):
-        for start_after in ("", "q", "r", "r/a", "r/a-b", "r/a/x", "r/a/z", "r/v/", "r/v/0001.manifest", "r/v/0002", "z"):
+        for start_after in (
+            "",
+            "q",
+            "r",
+            "r/a",
+            "r/a-b",
+            "r/a/x",
+            "r/a/z",
+            "r/v/",
+            "r/v/0001.manifest",
+            "r/v/0002",
+            "z",
+        ):
             wanted = sorted(key for key in KEYS if key.startswith(prefix) and key > start_after)
             assert [info.key for info in store.list(prefix, start_after=start_after)] == wanted, (prefix, start_after)
 
@@ -231,33 +238,35 @@ def test_deleting_is_idempotent_and_deletes_one_object_only(store: Store) -> Non
     assert [info.key for info in store.list("")] == ["a/b"]
 
 
-@pytest.mark.parametrize(
-    "key", ["", "/a", "a/", "a//b", "..", "../a", "a/../b", "a/./b", "a\0b", "a b", "a\\b", "ä", "a\n", "~x", "a" * 769]
-)
-def test_a_key_outside_the_alphabet_is_refused_by_every_call(store: Store, key: str) -> None:
-    def write() -> None:
+BAD_KEYS = ("", "/a", "a/", "a//b", "..", "../a", "a/../b", "a/./b", "a\0b", "a b", "a\\b", "ä", "a\n", "~x", "a" * 769)
+BAD_PREFIXES = ("/", "/etc", "../", "a/../", "a//", "a\0", "*")
+
+
+def test_a_key_outside_the_alphabet_is_refused_by_every_call(store: Store) -> None:
+    def write(key: str) -> None:
         with store.write(key) as writer:
             writer.append(b"x")
 
-    calls: list[Callable[[], object]] = [
-        lambda: store.get(key),
-        lambda: store.get_range(key, 0, 1),
-        lambda: store.put(key, b"x"),
-        lambda: store.put_if_absent(key, b"x"),
-        lambda: store.put_if_match(key, b"x", "e"),
-        lambda: store.delete(key),
+    calls: list[Callable[[str], object]] = [
+        store.get,
+        lambda key: store.get_range(key, 0, 1),
+        lambda key: store.put(key, b"x"),
+        lambda key: store.put_if_absent(key, b"x"),
+        lambda key: store.put_if_match(key, b"x", "e"),
+        store.delete,
         write,
     ]
-    for call in calls:
-        with pytest.raises(ConfigError, match="object key"):
-            call()
+    for key in BAD_KEYS:
+        for call in calls:
+            with pytest.raises(ConfigError, match="object key"):
+                call(key)
     assert list(store.list("")) == []
 
 
-@pytest.mark.parametrize("prefix", ["/", "/etc", "../", "a/../", "a//", "a\0", "*"])
-def test_a_prefix_outside_the_alphabet_is_refused(store: Store, prefix: str) -> None:
-    with pytest.raises(ConfigError, match="prefix"):
-        store.list(prefix)
+def test_a_prefix_outside_the_alphabet_is_refused(store: Store) -> None:
+    for prefix in BAD_PREFIXES:
+        with pytest.raises(ConfigError, match="prefix"):
+            store.list(prefix)
 
 
 def test_what_one_store_wrote_another_reads(store: Store, open_another: Callable[[], Store]) -> None:

@@ -297,7 +297,9 @@ def test_damage_of_a_stored_payload_is_reported_and_not_trained(
     at = content.index(payload) + len(payload) // 2
     path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     with TrajectoryLedger(path=path, settings=settings()) as ledger:
-        with pytest.raises(DamagedError, match=r"ledger .*/l is damaged: the payload of TrajectoryKey\(group=0, sample=1"):
+        with pytest.raises(
+            DamagedError, match=r"ledger .*/l is damaged: the payload of TrajectoryKey\(group=0, sample=1"
+        ):
             ledger.take_batch(1, version=0, step=1)
         assert ledger.verify().num_pending == 2
 

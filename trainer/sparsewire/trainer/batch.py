@@ -9,6 +9,8 @@ is needed.
 Shape legend: N sequences of the batch, B of a micro-batch, T tokens, K scored positions.
 """
 
+# ruff: noqa: N815 -- fields carry shape suffixes, see the legend
+
 from __future__ import annotations
 
 import logging
@@ -19,6 +21,7 @@ from io import BytesIO
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from sparsewire.sync.trajectories.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,8 @@ def group_advantages(rewards: Sequence[float]) -> npt.NDArray[np.float32]:
     # Scaled first, so that neither huge nor tiny rewards leave float64's range when squared.
     centred = values / np.abs(values).max()
     centred = centred - centred.mean()
-    return (centred / centred.std()).astype(np.float32)
+    advantages: npt.NDArray[np.float32] = (centred / centred.std()).astype(np.float32)
+    return advantages
 
 
 def assemble(groups: Sequence[Sequence[Trajectory]], *, version: int, vocabulary_size: int) -> TrainingBatch:
@@ -139,15 +143,19 @@ def staleness(trajectory: Trajectory, version: int) -> int:
 def micro_batches(
     batch: TrainingBatch, *, micro_batch_size: int, rank: int, size: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches; every rank gets equally many, some perhaps fully masked."""
+    """Return this rank's micro-batches; every rank gets equally many and at least one, some perhaps fully masked.
+
+    Rows without advantage add exactly nothing to the gradient and are left out; when all are, a few stay, so that
+    every parameter has a gradient of zeros and the optimizer's momentum acts as in any other step.
+    """
     order = np.argsort(-(batch.prompt_lengths_N + batch.completion_lengths_N), kind="stable")
+    with_gradient = order[batch.advantages_N[order] != 0.0]
+    order = with_gradient if len(with_gradient) else order[-micro_batch_size:]
     cuts = [order[at : at + micro_batch_size] for at in range(0, len(order), micro_batch_size)]
     real = len(cuts)
     # Collectives of the model need the same number of passes on every rank.
     cuts += [order[-1:]] * (-real % size)
-    return [
-        _pad(batch, cuts[number], masked=number >= real, device=device) for number in range(rank, len(cuts), size)
-    ]
+    return [_pad(batch, cuts[number], masked=number >= real, device=device) for number in range(rank, len(cuts), size)]
 
 
 def _pad(batch: TrainingBatch, rows: npt.NDArray[np.intp], *, masked: bool, device: torch.device) -> MicroBatch:

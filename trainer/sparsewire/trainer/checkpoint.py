@@ -23,7 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
 from sparsewire.sync.errors import DamagedError
 from sparsewire.trainer.learner import Learner
 from sparsewire.trainer.ranks import TorchRanks
@@ -72,8 +75,8 @@ class CheckpointStore:
             incoming.mkdir(parents=True)
         self.ranks.all_gather(b"")
         tensors = {**learner.state(), f"rng.{self.ranks.rank}": torch.get_rng_state()}
-        writer = dcp.FileSystemWriter(incoming, single_file_per_rank=True, sync_files=True)
-        dcp.save(tensors, storage_writer=writer)
+        writer = FileSystemWriter(incoming, single_file_per_rank=True, sync_files=True)
+        save(tensors, storage_writer=writer)
         own = {
             path.name: (path.stat().st_size, _sha256(path)) for path in incoming.glob(f"__{self.ranks.rank}_*.distcp")
         }
@@ -109,18 +112,22 @@ class CheckpointStore:
             raise DamagedError(answer["error"])
         path = self.directory / answer["name"]
         seal = _read_seal(path)
-        reader = dcp.FileSystemReader(path)
+        reader = FileSystemReader(path)
         tensors = dict(learner.state())
         rng = f"rng.{self.ranks.rank}"
         # A rank that the checkpoint did not know keeps the stream it was seeded with.
         if rng in reader.read_metadata().state_dict_metadata:
             tensors[rng] = torch.get_rng_state()
-        dcp.load(tensors, storage_reader=reader)
+        load(tensors, storage_reader=reader)
         if rng in tensors:
             torch.set_rng_state(tensors[rng])
         learner.step_number = seal.step
         logger.info("resumed from %s: step %d, version %d", path, seal.step, seal.version)
         return seal
+
+    def kept_steps(self) -> list[int]:
+        """Return the steps of all checkpoints there are, sound or not, newest first."""
+        return [int(path.name.removeprefix("step-")) for path in self._newest_first()]
 
     def _newest_sound(self) -> dict[str, str] | None:
         problems = []
@@ -153,7 +160,9 @@ class CheckpointStore:
 def _read_seal(path: Path) -> Seal:
     try:
         fields = json.loads((path / _SEAL).read_bytes())
-        seal = Seal(**{**fields, "files": {name: (int(size), str(sha)) for name, (size, sha) in fields["files"].items()}})
+        seal = Seal(
+            **{**fields, "files": {name: (int(size), str(sha)) for name, (size, sha) in fields["files"].items()}}
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"checkpoint {path}: {_SEAL} is missing or damaged: {error}") from error
     if seal.format != FORMAT_NUMBER:

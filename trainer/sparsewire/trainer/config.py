@@ -12,8 +12,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
 from sparsewire.sync.errors import ConfigError
 from sparsewire.sync.rpc import check_address
 
@@ -100,35 +101,54 @@ class LearnerConfig(BaseModel):
     drain_seconds: float = Field(default=60.0, ge=0.0)
     """Longest time that a finished run keeps serving workers that still fetch or send."""
 
-    @model_validator(mode="after")
-    def _fields_agree(self) -> LearnerConfig:
-        problems = []
-        if self.retain_versions <= self.max_staleness:
-            problems.append(
-                f"retain_versions is {self.retain_versions} and max_staleness is {self.max_staleness}: versions would "
-                f"be deleted while workers may still use them; set retain_versions to at least {self.max_staleness + 1}"
-            )
-        if self.samples_per_group == 1:
-            problems.append(
-                "samples_per_group is 1: a group of one has no advantage and nothing would be learned; use 2 or more"
-            )
-        if max(self.betas) >= 1.0:
-            problems.append(f"betas are {self.betas}: both must be below 1")
-        if self.warmup_steps >= self.num_steps and self.num_steps > 1:
-            problems.append(
-                f"warmup_steps is {self.warmup_steps} and num_steps is {self.num_steps}: the learning rate would "
-                "never be reached"
-            )
-        for name in ("weights_address", "trajectories_address"):
-            address = getattr(self, name)
+    # Checks across fields hang on the later field, so that they are reported together with every other problem.
+
+    @field_validator("weights_address", "trajectories_address")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value is not None:
             try:
-                if address is not None:
-                    check_address(address)
+                check_address(value)
             except ConfigError as error:
-                problems.append(f"{name}: {error}")
-        if problems:
-            raise PydanticCustomError("learner_config", "{problems}", {"problems": "; ".join(problems)})
-        return self
+                raise _problem(str(error)) from error
+        return value
+
+    @field_validator("samples_per_group")
+    @classmethod
+    def _group_has_advantages(cls, value: int) -> int:
+        if value == 1:
+            raise _problem(
+                "samples_per_group is 1: a group of one has no advantage, nothing would be learned; use 2 or more"
+            )
+        return value
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _warmup_ends(cls, value: int, info: ValidationInfo) -> int:
+        num_steps = info.data.get("num_steps")
+        if num_steps is not None and value > num_steps:
+            raise _problem(
+                f"warmup_steps is {value} and num_steps is {num_steps}: the learning rate would never be reached"
+            )
+        return value
+
+    @field_validator("betas")
+    @classmethod
+    def _averages_forget(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if max(value) >= 1.0:
+            raise _problem(f"betas are {value}: both must be below 1")
+        return value
+
+    @field_validator("retain_versions")
+    @classmethod
+    def _retention_covers_staleness(cls, value: int, info: ValidationInfo) -> int:
+        max_staleness = info.data.get("max_staleness")
+        if max_staleness is not None and value <= max_staleness:
+            raise _problem(
+                f"retain_versions is {value} and max_staleness is {max_staleness}: versions would be deleted while "
+                f"workers may still use them; set retain_versions to at least {max_staleness + 1}"
+            )
+        return value
 
     @property
     def batch_timeout(self) -> timedelta:
@@ -139,3 +159,7 @@ class LearnerConfig(BaseModel):
     def checkpoint_directory(self) -> Path:
         """Where checkpoints live."""
         return self.directory / "checkpoints"
+
+
+def _problem(message: str) -> PydanticCustomError:
+    return PydanticCustomError("learner_config", "{problem}", {"problem": message})

@@ -11,7 +11,8 @@ from math import prod
 import ml_dtypes
 import numpy as np
 import torch
-from sparsewire.sync.publisher import Shard
+
+from sparsewire.sync.view import Shard
 from sparsewire.trainer.model import CausalLM, canonical_parameters, local_shard
 
 

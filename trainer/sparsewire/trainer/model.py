@@ -17,13 +17,12 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
-from sparsewire.sync.errors import ConfigError, DamagedError, SchemaMismatchError
-from sparsewire.trainer.config import ComputeDtype
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +30,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from sparsewire.sync.errors import ConfigError, DamagedError, SchemaMismatchError
+from sparsewire.trainer.config import ComputeDtype
+from sparsewire.trainer.dither import dither
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +65,12 @@ def load_model(
     compute_dtype: ComputeDtype = ComputeDtype.BFLOAT16,
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
+    dither_seed: int | None = None,
 ) -> CausalLM:
     """Return the model of `directory`, sharded over `mesh`, with its weights; collective.
+
+    With a `dither_seed`, weights stored in bfloat16 get random low bits in float32 that leave their bfloat16 value as
+    it is; see `dither.py` for why. The same seed gives the same weights on any number of ranks.
 
     Raises:
         ConfigError: no model is there, or its architecture cannot be sharded by layers.
@@ -91,7 +98,7 @@ def load_model(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     model.eval()
     parameters = canonical_parameters(model)
-    _read_shards(parameters, files, directory)
+    _read_shards(parameters, files, directory, dither_seed=dither_seed)
     logger.info(
         "loaded %s: %d parameter tensors, %d elements, rank %d of %d on %s",
         directory,
@@ -104,16 +111,22 @@ def load_model(
     return model
 
 
+def vocabulary_size(model: CausalLM) -> int:
+    """Return how many token ids the model knows."""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    return int(embeddings.num_embeddings)
+
+
 def _build_without_storage(directory: Path) -> CausalLM:
     """Return the architecture with parameters on the meta device and buffers computed for real."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {directory}: not a causal language model that transformers can build: {error}") from error
-    model.config.use_cache = False
-    assert isinstance(model, nn.Module)
+        raise ConfigError(
+            f"model {directory}: not a causal language model that transformers can build: {error}"
+        ) from error
     return model
 
 
@@ -128,7 +141,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -186,7 +199,9 @@ def _open(path: Path) -> Iterator[Any]:
         raise DamagedError(f"weights file {path} cannot be read: {error}; fetch the model again") from error
 
 
-def _read_shards(parameters: Mapping[str, nn.Parameter], files: Mapping[str, Path], directory: Path) -> None:
+def _read_shards(
+    parameters: Mapping[str, nn.Parameter], files: Mapping[str, Path], directory: Path, *, dither_seed: int | None
+) -> None:
     """Copy this rank's rows of every stored tensor into its parameter, upcasting to float32."""
     missing = [name for name in parameters if name not in files]
     if missing:
@@ -201,10 +216,10 @@ def _read_shards(parameters: Mapping[str, nn.Parameter], files: Mapping[str, Pat
     for path, names in by_file.items():
         with _open(path) as file, torch.no_grad():
             for name in names:
-                _read_shard(name, parameters[name], file.get_slice(name), path)
+                _read_shard(name, parameters[name], file.get_slice(name), path, dither_seed=dither_seed)
 
 
-def _read_shard(name: str, parameter: nn.Parameter, stored: Any, path: Path) -> None:
+def _read_shard(name: str, parameter: nn.Parameter, stored: Any, path: Path, *, dither_seed: int | None) -> None:
     shape = tuple(stored.get_shape())
     if shape != tuple(parameter.shape):
         raise SchemaMismatchError(
@@ -212,8 +227,13 @@ def _read_shard(name: str, parameter: nn.Parameter, stored: Any, path: Path) -> 
             "config.json and weights are of different models"
         )
     local, row = local_shard(parameter)
-    if local.numel():
-        local.copy_(stored[row : row + local.shape[0]])
+    if not local.numel():
+        return
+    rows: torch.Tensor = stored[row : row + local.shape[0]]
+    values = rows.float()
+    if dither_seed is not None and rows.dtype == torch.bfloat16:
+        dither(values.numpy(), start=row * prod(shape[1:]), seed=dither_seed, name=name)
+    local.copy_(values)
 
 
 def local_shard(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:

@@ -17,9 +17,11 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from sparsewire.sync.errors import ConfigError
 from sparsewire.trainer.config import Device
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """After this a rank gives up on its peers; rank 0 sends sign of life far more often while it waits for data."""
@@ -117,7 +119,7 @@ def open_process_group(device: Device = Device.AUTO) -> Iterator[ProcessGroup]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     try:
         place = torch.device("cpu")
         if use_cuda:

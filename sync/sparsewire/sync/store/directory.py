@@ -194,10 +194,8 @@ class DirectoryStore:
                     break
                 try:
                     folder.rmdir()
-                except OSError as error:
-                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
-                        break
-                    raise
+                except OSError:
+                    break  # something is in it, or it may not be removed: an empty folder that stays does no harm
 
     def close(self) -> None:
         """Release nothing: no file stays open between calls."""

@@ -204,19 +204,20 @@ class S3Store:
         def request(budget: RetryBudget) -> tuple[StoredObject, str | None]:
             reply = self._bucket.client.get_object(Bucket=self._bucket.bucket, Key=self._bucket.full(key))
             with closing(reply["Body"]):
-                pieces: list[bytes] = []
-                num_bytes = reply.get("ContentLength", 0)
-                for piece in self._pieces(reply, key, budget) if num_bytes <= MAX_GET_BYTES else ():
-                    pieces.append(piece)
-                    num_bytes = max(num_bytes, sum(map(len, pieces)))
-                if num_bytes > MAX_GET_BYTES:
-                    raise LimitExceededError(
-                        f"{self._bucket.name(key)} has {num_bytes} bytes, at most {MAX_GET_BYTES} are read whole: "
-                        "read it by range"
-                    )
-            return StoredObject(data=b"".join(pieces), etag=reply["ETag"]), reply["Metadata"].get(TOKEN)
+                self._check_size(key, reply.get("ContentLength", 0))
+                data = bytearray()
+                for piece in self._pieces(reply, key, budget):
+                    data += piece
+                    self._check_size(key, len(data))
+            return StoredObject(data=bytes(data), etag=reply["ETag"]), reply["Metadata"].get(TOKEN)
 
         return self._bucket.call("get", key, request)
+
+    def _check_size(self, key: str, num_bytes: int) -> None:
+        if num_bytes > MAX_GET_BYTES:
+            raise LimitExceededError(
+                f"{self._bucket.name(key)} has {num_bytes} bytes or more, at most {MAX_GET_BYTES} are read whole: read it by range"
+            )
 
     def _put(self, parameters: PutObjectRequestTypeDef, key: str, data: bytes) -> str:
         reply = self._bucket.call(

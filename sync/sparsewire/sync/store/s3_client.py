@@ -143,10 +143,11 @@ def make_client(location: S3Location, settings: S3Settings) -> S3Client:
         ConfigError: the AWS configuration of this machine is wrong.
     """
     try:
-        client = _client(location, settings, location.addressing_style)
+        session = boto3.Session(region_name=location.region)
+        client = _client(session, location, settings, location.addressing_style)
         if location.addressing_style is None and not client.meta.endpoint_url.endswith(_AMAZON):
             client.close()
-            client = _client(location, settings, "path")
+            client = _client(session, location, settings, "path")
     except ValueError as error:
         raise ConfigError(f"{location.url}: {error}; check endpoint_url and AWS_ENDPOINT_URL") from error
     except BotoCoreError as error:
@@ -154,7 +155,9 @@ def make_client(location: S3Location, settings: S3Settings) -> S3Client:
     return client
 
 
-def _client(location: S3Location, settings: S3Settings, addressing_style: AddressingStyle | None) -> S3Client:
+def _client(
+    session: boto3.Session, location: S3Location, settings: S3Settings, addressing_style: AddressingStyle | None
+) -> S3Client:
     config = Config(
         connect_timeout=settings.connect_timeout.total_seconds(),
         read_timeout=settings.read_timeout.total_seconds(),
@@ -166,7 +169,6 @@ def _client(location: S3Location, settings: S3Settings, addressing_style: Addres
         s3={"addressing_style": addressing_style} if addressing_style else None,
         tcp_keepalive=True,
     )
-    session = boto3.Session(region_name=location.region)
     return session.client("s3", endpoint_url=location.endpoint_url, config=config)
 
 

@@ -29,7 +29,7 @@ from sparsewire.sync.errors import (
 
 logger = logging.getLogger(__name__)
 
-_BUSY_SECONDS = 5.0
+_BUSY_SECONDS = 3.0
 """How long to wait for a dying predecessor to let go of the file."""
 
 _WAL_BYTES = 16 << 20
@@ -185,7 +185,7 @@ class Database:
                 )
         (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
-            raise self.damaged(verdict)
+            raise self.damaged(" ".join(verdict.split()))
 
     @contextmanager
     def _our_errors(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -27,74 +26,33 @@ from types import TracebackType
 import prometheus_client
 
 from sparsewire.sync.errors import ConfigError
+from sparsewire.sync.trajectories.admission import admit
 from sparsewire.sync.trajectories.counts import LedgerCounts
 from sparsewire.sync.trajectories.database import Database
-from sparsewire.sync.trajectories.items import MAX_ITEMS, item_of
+from sparsewire.sync.trajectories.items import item_of
+from sparsewire.sync.trajectories.settings import LedgerSettings
+from sparsewire.sync.trajectories.tables import (
+    FORMAT_NUMBER,
+    SCHEMA,
+    add_to_counter,
+    forget_payloads,
+    num_complete,
+    num_open,
+)
 from sparsewire.sync.trajectories.types import (
     Batch,
     DropReason,
     Lease,
-    Outcome,
     Receipt,
     Refusal,
-    RefusalReason,
-    SamplingParams,
     Trajectory,
     TrajectoryKey,
 )
-from sparsewire.sync.trajectories.wire import (
-    MAX_SAMPLES_PER_GROUP,
-    MAX_TEXT_BYTES,
-    decode_trajectory,
-    encode_trajectory,
-    payload_digest,
-)
+from sparsewire.sync.trajectories.wire import decode_trajectory, encode_trajectory, payload_digest
+
+__all__ = ["LedgerSettings", "TrajectoryLedger"]
 
 logger = logging.getLogger(__name__)
-
-_FORMAT_NUMBER = 1
-_SCHEMA = """
-CREATE TABLE groups (
-    number INTEGER PRIMARY KEY,
-    item INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('open', 'taken', 'trained', 'dropped')),
-    attempt INTEGER NOT NULL,
-    expires_unix_seconds REAL NOT NULL,
-    worker_id TEXT NOT NULL,
-    region TEXT NOT NULL,
-    num_received INTEGER NOT NULL DEFAULT 0,
-    step INTEGER,
-    drop_reason TEXT
-);
-CREATE INDEX groups_by_state ON groups (state, number);
-CREATE INDEX groups_by_step ON groups (step, state) WHERE step IS NOT NULL;
-CREATE TABLE trajectories (
-    group_number INTEGER NOT NULL,
-    sample INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    PRIMARY KEY (group_number, sample)
-) WITHOUT ROWID;
-CREATE TABLE payloads (
-    group_number INTEGER NOT NULL,
-    sample INTEGER NOT NULL,
-    digest BLOB NOT NULL,
-    payload BLOB NOT NULL,
-    PRIMARY KEY (group_number, sample)
-);
-CREATE TABLE span_versions (
-    group_number INTEGER NOT NULL,
-    sample INTEGER NOT NULL,
-    version INTEGER NOT NULL,
-    PRIMARY KEY (group_number, sample, version)
-) WITHOUT ROWID;
-CREATE TABLE abandoned_versions (version INTEGER PRIMARY KEY);
-CREATE TABLE counters (
-    name TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    value INTEGER NOT NULL,
-    PRIMARY KEY (name, reason)
-) WITHOUT ROWID;
-"""
 
 _RECEIVED = prometheus_client.Counter(
     "sparsewire_trajectories_received_total", "Trajectories that arrived, by what became of them.", ["outcome"]
@@ -114,46 +72,6 @@ _OPEN = prometheus_client.Gauge("sparsewire_groups_open", "Groups handed out or 
 _COMPLETE = prometheus_client.Gauge("sparsewire_groups_complete", "Buffered groups of which every sample is here.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerSettings:
-    """What the learner wants; run, task, seed, num_items and samples_per_group are fixed for the life of a file."""
-
-    run: str
-    task: str
-    samples_per_group: int
-    sampling: SamplingParams
-    max_staleness: int
-    """Versions that the oldest token of a trajectory may be behind the version it is trained at."""
-    max_open_groups: int
-    """Bound on groups leased or buffered: the backpressure; at least what one step takes."""
-    seed: int
-    num_items: int = 1 << 31
-    """Items of the task; each pass over them has an order of its own."""
-    lease_duration: timedelta = timedelta(minutes=5)
-    max_trajectory_bytes: int = 16 << 20
-    """Bound on one serialised trajectory; 200,000 tokens take about 1.5 MB."""
-
-    def __post_init__(self) -> None:
-        problems = []
-        for name, text in (("run", self.run), ("task", self.task)):
-            if not text or len(text.encode()) > MAX_TEXT_BYTES:
-                problems.append(f"{name} {text[:40]!r} must have 1..{MAX_TEXT_BYTES} bytes")
-        if not 1 <= self.samples_per_group <= MAX_SAMPLES_PER_GROUP:
-            problems.append(f"samples_per_group {self.samples_per_group} must be 1..{MAX_SAMPLES_PER_GROUP}")
-        if not 1 <= self.num_items <= MAX_ITEMS:
-            problems.append(f"num_items {self.num_items} must be 1..{MAX_ITEMS}")
-        if self.max_staleness < 0:
-            problems.append(f"max_staleness {self.max_staleness} must not be negative")
-        if self.max_open_groups < 1 or self.max_trajectory_bytes < 1:
-            problems.append(
-                f"max_open_groups {self.max_open_groups} and max_trajectory_bytes {self.max_trajectory_bytes} must be > 0"
-            )
-        if self.lease_duration <= timedelta(0):
-            problems.append(f"lease_duration {self.lease_duration} must be positive")
-        if problems:
-            raise ConfigError("trajectory ledger: " + "; ".join(problems))
-
-
 class TrajectoryLedger:
     """The account of one run in one file; open it as a context manager. All methods are thread-safe."""
 
@@ -170,7 +88,7 @@ class TrajectoryLedger:
         self._database = Database(
             path=path,
             kind="trajectory ledger",
-            format_number=_FORMAT_NUMBER,
+            format_number=FORMAT_NUMBER,
             identity={
                 "run": settings.run,
                 "task": settings.task,
@@ -178,7 +96,7 @@ class TrajectoryLedger:
                 "num_items": str(settings.num_items),
                 "samples_per_group": str(settings.samples_per_group),
             },
-            schema=_SCHEMA,
+            schema=SCHEMA,
             remedy="start a new run from the newest checkpoint, or restore the file from a backup",
         )
 
@@ -226,12 +144,12 @@ class TrajectoryLedger:
                         " WHERE number = ?",
                         (attempt + 1, expires, worker_id, region, group),
                     )
-                    _count(connection, "leases_again", "", 1)
+                    add_to_counter(connection, "leases_again", 1)
                     samples = self._missing_samples(connection, group)
                     leases.append(self._lease(group=group, attempt=attempt + 1, item=item, samples=samples))
                 num_again = len(leases)
                 (group,) = connection.execute("SELECT COALESCE(MAX(number) + 1, 0) FROM groups").fetchone()
-                room = self.settings.max_open_groups - _num_open(connection)
+                room = self.settings.max_open_groups - num_open(connection)
                 for number in range(group, group + max(0, min(room, max_groups - num_again))):
                     item = item_of(seed=self.settings.seed, group=number, num_items=self.settings.num_items)
                     connection.execute(
@@ -256,7 +174,7 @@ class TrajectoryLedger:
         with self._changed:
             with self._database.transaction() as connection:
                 judged = [
-                    self._judge(connection, arrival, payload)
+                    admit(connection, arrival, payload, settings=self.settings)
                     for arrival, payload in zip(arrivals, payloads, strict=True)
                 ]
                 self._show(connection)
@@ -285,7 +203,7 @@ class TrajectoryLedger:
         with self._changed:
             while True:
                 with self._database.transaction() as connection:
-                    if self._num_complete(connection) >= num_groups:
+                    if num_complete(connection, self.settings.samples_per_group) >= num_groups:
                         return True
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -375,7 +293,7 @@ class TrajectoryLedger:
                     "UPDATE groups SET state = 'open', step = NULL WHERE number = ?", [(number,) for number in back]
                 )
                 num_back = len(back) * self.settings.samples_per_group
-                _count(connection, "rolled_back", "", num_back)
+                add_to_counter(connection, "rolled_back", num_back)
                 self._show(connection)
             _ROLLED_BACK.inc(num_back)
             self._changed.notify_all()
@@ -394,7 +312,7 @@ class TrajectoryLedger:
                 " WHERE state = 'trained' AND step <= ?",
                 (step,),
             ).fetchall()
-            _forget_payloads(connection, [number for (number,) in numbers])
+            forget_payloads(connection, [number for (number,) in numbers])
 
     def abandon(self, versions: Iterable[int]) -> None:
         """Note versions that a resume left behind; groups with a token of one are dropped by the next `take_batch`."""
@@ -428,23 +346,23 @@ class TrajectoryLedger:
                 (name, reason): value
                 for name, reason, value in connection.execute("SELECT name, reason, value FROM counters")
             }
-            num_complete = self._num_complete(connection)
+            num_groups_complete = num_complete(connection, self.settings.samples_per_group)
         groups = {(state, reason): number for state, reason, number, _ in states}
         received = {(state, reason): number for state, reason, _, number in states}
         size = self.settings.samples_per_group
         num_dropped_groups = sum(number for (state, _), number in groups.items() if state == "dropped")
         dropped = {reason: number for (state, reason), number in received.items() if state == "dropped"}
-        num_open = groups.get(("open", ""), 0)
+        num_groups_open = groups.get(("open", ""), 0)
         return LedgerCounts(
             num_groups_leased=sum(groups.values()),
             num_samples_leased=sum(groups.values()) * size,
-            num_groups_open=num_open,
-            num_groups_complete=num_complete,
+            num_groups_open=num_groups_open,
+            num_groups_complete=num_groups_complete,
             num_received=counters.get(("accepted", ""), 0),
             num_trained=received.get(("trained", ""), 0),
             num_pending=received.get(("open", ""), 0) + received.get(("taken", ""), 0),
             dropped=dropped,
-            num_awaited=num_open * size - received.get(("open", ""), 0),
+            num_awaited=num_groups_open * size - received.get(("open", ""), 0),
             num_never_received=num_dropped_groups * size - sum(dropped.values()),
             num_duplicates=counters.get(("duplicate", ""), 0),
             num_superseded=counters.get(("superseded", ""), 0),
@@ -504,64 +422,6 @@ class TrajectoryLedger:
         here = {sample for (sample,) in rows}
         return tuple(sample for sample in range(self.settings.samples_per_group) if sample not in here)
 
-    def _judge(
-        self, connection: sqlite3.Connection, arrival: Trajectory | Refusal, payload: bytes
-    ) -> tuple[Outcome, Refusal | None]:
-        verdict = arrival if isinstance(arrival, Refusal) else self._verdict(connection, arrival, len(payload))
-        if isinstance(verdict, Refusal):
-            _count(connection, "refused", verdict.reason, 1)
-            return Outcome.REFUSED, verdict
-        _count(connection, verdict, "", 1)
-        if verdict is Outcome.ACCEPTED and isinstance(arrival, Trajectory):
-            self._insert(connection, arrival, payload)
-        return verdict, None
-
-    def _verdict(self, connection: sqlite3.Connection, trajectory: Trajectory, num_bytes: int) -> Outcome | Refusal:
-        settings, key = self.settings, trajectory.key
-        if trajectory.run != settings.run:
-            return Refusal(reason=RefusalReason.WRONG_RUN, detail=f"this is run {settings.run!r}")
-        group = connection.execute(
-            "SELECT item, state, attempt, drop_reason FROM groups WHERE number = ?", (key.group,)
-        ).fetchone()
-        if group is None:
-            return Refusal(reason=RefusalReason.UNKNOWN_GROUP, detail=f"group {key.group} was never leased")
-        item, state, attempt, drop_reason = group
-        if trajectory.task != settings.task or trajectory.item != item:
-            return Refusal(reason=RefusalReason.WRONG_ITEM, detail=f"{key} was leased for {settings.task} item {item}")
-        if not 0 <= key.sample < settings.samples_per_group:
-            return Refusal(
-                reason=RefusalReason.SAMPLE_OUT_OF_RANGE, detail=f"{key}: a group has {settings.samples_per_group}"
-            )
-        if key.attempt > attempt:
-            return Refusal(reason=RefusalReason.UNKNOWN_ATTEMPT, detail=f"{key}: the newest attempt is {attempt}")
-        row = connection.execute(
-            "SELECT attempt FROM trajectories WHERE group_number = ? AND sample = ?", (key.group, key.sample)
-        ).fetchone()
-        if row is not None:
-            return Outcome.DUPLICATE if row[0] == key.attempt else Outcome.SUPERSEDED
-        if state == "dropped":
-            return Refusal(reason=RefusalReason.GROUP_DROPPED, detail=f"group {key.group} was dropped: {drop_reason}")
-        if not trajectory.spans:
-            return Refusal(reason=RefusalReason.EMPTY, detail=f"{key} has no completion token")
-        if num_bytes > settings.max_trajectory_bytes:
-            return Refusal(
-                reason=RefusalReason.TOO_LARGE,
-                detail=f"{key} has {num_bytes} bytes, at most {settings.max_trajectory_bytes}",
-            )
-        return Outcome.ACCEPTED
-
-    def _insert(self, connection: sqlite3.Connection, trajectory: Trajectory, payload: bytes) -> None:
-        key = trajectory.key
-        connection.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (key.group, key.sample, key.attempt))
-        connection.execute(
-            "INSERT INTO payloads VALUES (?, ?, ?, ?)", (key.group, key.sample, payload_digest(key, payload), payload)
-        )
-        connection.executemany(
-            "INSERT INTO span_versions VALUES (?, ?, ?)",
-            [(key.group, key.sample, version) for version in {span.version for span in trajectory.spans}],
-        )
-        connection.execute("UPDATE groups SET num_received = num_received + 1 WHERE number = ?", (key.group,))
-
     def _read_group(self, connection: sqlite3.Connection, group: int) -> tuple[Trajectory, ...]:
         rows = connection.execute(
             "SELECT sample, attempt, digest, payload FROM trajectories JOIN payloads USING (group_number, sample)"
@@ -618,33 +478,10 @@ class TrajectoryLedger:
                 "UPDATE groups SET state = 'dropped', drop_reason = ? WHERE number = ?", (reason, number)
             )
             num_dropped += num_received
-        _forget_payloads(connection, numbers)
+        forget_payloads(connection, numbers)
         _DROPPED.labels(reason).inc(num_dropped)
         return num_dropped
 
-    def _num_complete(self, connection: sqlite3.Connection) -> int:
-        (number,) = connection.execute(
-            "SELECT COUNT(*) FROM groups WHERE state = 'open' AND num_received = ?", (self.settings.samples_per_group,)
-        ).fetchone()
-        return int(number)
-
     def _show(self, connection: sqlite3.Connection) -> None:
-        _OPEN.set(_num_open(connection))
-        _COMPLETE.set(self._num_complete(connection))
-
-
-def _num_open(connection: sqlite3.Connection) -> int:
-    (number,) = connection.execute("SELECT COUNT(*) FROM groups WHERE state = 'open'").fetchone()
-    return int(number)
-
-
-def _count(connection: sqlite3.Connection, name: str, reason: str, by: int) -> None:
-    connection.execute(
-        "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT (name, reason) DO UPDATE SET value = value + excluded.value",
-        (name, reason, by),
-    )
-
-
-def _forget_payloads(connection: sqlite3.Connection, numbers: Collection[int]) -> None:
-    for table in ("payloads", "span_versions"):
-        connection.executemany(f"DELETE FROM {table} WHERE group_number = ?", [(number,) for number in numbers])
+        _OPEN.set(num_open(connection))
+        _COMPLETE.set(num_complete(connection, self.settings.samples_per_group))

@@ -193,7 +193,7 @@ class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
         """Add the RPC handlers to `server`."""
         trajectories_pb2_grpc.add_TrajectoryServiceServicer_to_server(self, server)
 
-    def LeaseGroups(  # noqa: N802
+    def LeaseGroups(
         self, request: trajectories_pb2.LeaseGroupsRequest, context: grpc.ServicerContext
     ) -> trajectories_pb2.LeaseGroupsResponse:
         """Hand out groups; see the .proto."""
@@ -212,7 +212,7 @@ class TrajectoryServicer(trajectories_pb2_grpc.TrajectoryServiceServicer):
             run_complete=self._ledger.run_complete,
         )
 
-    def SendTrajectories(  # noqa: N802
+    def SendTrajectories(
         self,
         request_iterator: Iterator[trajectories_pb2.SendTrajectoriesRequest],
         context: grpc.ServicerContext,

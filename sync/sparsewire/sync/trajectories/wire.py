@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -87,20 +87,34 @@ def decode_trajectory(payload: bytes, *, run: str, key: TrajectoryKey) -> Trajec
             reason=RefusalReason.DAMAGED,
             detail=f"announced as {key} of run {run[:80]!r}, is {inner} of run {message.run[:80]!r}",
         )
-    return _not_finite(message) or _out_of_bounds(message) or _build(message, key)
+    arrays = _Arrays(
+        prompt=np.fromiter(message.prompt_token_ids, dtype=np.int64, count=len(message.prompt_token_ids)),
+        completion=np.fromiter(message.completion_token_ids, dtype=np.int64, count=len(message.completion_token_ids)),
+        logprobs=np.fromiter(message.logprobs, dtype=np.float32, count=len(message.logprobs)),
+    )
+    return _not_finite(message, arrays) or _out_of_bounds(message, arrays) or _build(message, key, arrays)
 
 
-def _not_finite(message: trajectories_pb2.Trajectory) -> Refusal | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrays:
+    """The repeated fields, each read once: going through protobuf's containers is what decoding costs."""
+
+    prompt: npt.NDArray[np.int64]
+    completion: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+
+
+def _not_finite(message: trajectories_pb2.Trajectory, arrays: _Arrays) -> Refusal | None:
     if not np.isfinite(message.reward):
         return Refusal(reason=RefusalReason.NOT_FINITE, detail=f"reward is {message.reward}")
-    if not np.isfinite(_floats(message.logprobs)).all():
+    if not np.isfinite(arrays.logprobs).all():
         return Refusal(reason=RefusalReason.NOT_FINITE, detail="a log-probability is not finite")
     if not np.isfinite(message.created_unix_seconds):
         return Refusal(reason=RefusalReason.NOT_FINITE, detail="the time of creation is not finite")
     return None
 
 
-def _out_of_bounds(message: trajectories_pb2.Trajectory) -> Refusal | None:
+def _out_of_bounds(message: trajectories_pb2.Trajectory, arrays: _Arrays) -> Refusal | None:
     texts = {
         "run": message.run,
         "task": message.task,
@@ -113,9 +127,9 @@ def _out_of_bounds(message: trajectories_pb2.Trajectory) -> Refusal | None:
     largest = max([message.group, message.item, *(span.version for span in message.spans)])
     if largest > _MAX_INT64:
         return _invalid(f"group, item or version {largest} exceeds {_MAX_INT64}")
-    for name, ids in (("prompt", message.prompt_token_ids), ("completion", message.completion_token_ids)):
-        if len(ids) and max(ids) > _MAX_TOKEN_ID:
-            return _invalid(f"{name} token id {max(ids)} exceeds {_MAX_TOKEN_ID}")
+    for name, ids in (("prompt", arrays.prompt), ("completion", arrays.completion)):
+        if ids.size and ids.max() > _MAX_TOKEN_ID:
+            return _invalid(f"{name} token id {ids.max()} exceeds {_MAX_TOKEN_ID}")
     if message.finish_reason not in set(FinishReason):
         return _invalid(f"finish_reason {message.finish_reason[:40]!r} is none of {', '.join(FinishReason)}")
     return None
@@ -125,7 +139,7 @@ def _invalid(detail: str) -> Refusal:
     return Refusal(reason=RefusalReason.INVALID, detail=detail)
 
 
-def _build(message: trajectories_pb2.Trajectory, key: TrajectoryKey) -> Trajectory | Refusal:
+def _build(message: trajectories_pb2.Trajectory, key: TrajectoryKey, arrays: _Arrays) -> Trajectory | Refusal:
     try:
         return Trajectory(
             run=message.run,
@@ -134,9 +148,9 @@ def _build(message: trajectories_pb2.Trajectory, key: TrajectoryKey) -> Trajecto
             item=message.item,
             worker_id=message.worker.worker_id,
             region=message.worker.region,
-            prompt_token_ids=_token_ids(message.prompt_token_ids),
-            completion_token_ids=_token_ids(message.completion_token_ids),
-            logprobs=_floats(message.logprobs),
+            prompt_token_ids=arrays.prompt.astype(np.int32),
+            completion_token_ids=arrays.completion.astype(np.int32),
+            logprobs=arrays.logprobs,
             spans=tuple(VersionSpan(version=span.version, start=span.start, stop=span.stop) for span in message.spans),
             reward=message.reward,
             finish_reason=FinishReason(message.finish_reason),
@@ -144,14 +158,6 @@ def _build(message: trajectories_pb2.Trajectory, key: TrajectoryKey) -> Trajecto
         )
     except ValueError as error:
         return _invalid(str(error)[:400])
-
-
-def _token_ids(values: Sequence[int]) -> npt.NDArray[np.int32]:
-    return np.fromiter(values, dtype=np.int32, count=len(values))
-
-
-def _floats(values: Sequence[float]) -> npt.NDArray[np.float32]:
-    return np.fromiter(values, dtype=np.float32, count=len(values))
 
 
 def payload_digest(key: TrajectoryKey, payload: bytes) -> bytes:

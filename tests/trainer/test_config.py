@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sparsewire.trainer import LearnerConfig
+
+
+def _fields(**changes: object) -> dict[str, Any]:
+    sound = {
+        "run": "r1",
+        "model": Path("model"),
+        "store": "file:///tmp/store",
+        "directory": Path("learner"),
+        "trajectories_address": "127.0.0.1:7070",
+        "task": "addition",
+        "num_steps": 10,
+    }
+    return {**sound, **changes}
+
+
+def test_a_minimal_config_is_accepted() -> None:
+    config = LearnerConfig(**_fields())
+    assert config.groups_per_step == 8
+    assert config.checkpoint_directory == Path("learner/checkpoints")
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ValidationError) as caught:
+        LearnerConfig(
+            **_fields(
+                run="a/b",
+                trajectories_address="nowhere",
+                weights_address="grpc://x:1",
+                samples_per_group=1,
+                max_staleness=4,
+                retain_versions=4,
+                warmup_steps=11,
+                learning_rate=0.0,
+                betas=(0.9, 1.0),
+                surprise=1,
+            )
+        )
+    named = {str(problem["loc"][0]) for problem in caught.value.errors()}
+    assert named == {
+        "run",
+        "trajectories_address",
+        "weights_address",
+        "samples_per_group",
+        "retain_versions",
+        "warmup_steps",
+        "learning_rate",
+        "betas",
+        "surprise",
+    }
+
+
+def test_retention_shorter_than_the_staleness_window_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValidationError, match="retain_versions is 3 and max_staleness is 5"):
+        LearnerConfig(**_fields(max_staleness=5, retain_versions=3))
+
+
+def test_values_of_unknown_keys_are_never_shown() -> None:
+    with pytest.raises(ValidationError) as caught:
+        LearnerConfig(**_fields(s3_secret="hunter2-hunter2"))
+    assert "hunter2" not in str(caught.value)
+    assert "s3_secret" in str(caught.value)

@@ -1,0 +1,89 @@
+"""Where versions go: the publisher with at most one version in flight, and what to do when the store is away.
+
+Collective where it says so, and for the thread that runs the steps. The view is extracted there and then; encoding,
+upload and commit overlap whatever the learner does next. A store that cannot be reached costs nothing but lateness,
+since the next publish covers the same change, up to a bound; any other failure ends the learner.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+
+from sparsewire.sync.errors import DeadlineExceededError, StoreUnavailableError
+from sparsewire.sync.manifest import Manifest
+from sparsewire.sync.publisher import Publisher
+from sparsewire.trainer.extract import local_view
+from sparsewire.trainer.model import CausalLM
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 5
+"""Publishes in a row that may find the store away before the learner gives up."""
+
+IN_FLIGHT_TIMEOUT = timedelta(minutes=30)
+"""Longest wait for the version in flight."""
+
+
+class Outlet:
+    """Publishes a model's weights, step after step."""
+
+    def __init__(self, *, publisher: Publisher, model: CausalLM) -> None:
+        self._publisher = publisher
+        self._model = model
+        self._flight: Future[Manifest] | None = None
+        self._flight_version = -1
+        self._num_failures = 0
+
+    @property
+    def version(self) -> int:
+        """The version of the newest weights handed over: committed, or about to be."""
+        if self._flight is not None and not self._flight.done():
+            return self._flight_version
+        head = self._publisher.head
+        return -1 if head is None else head.version
+
+    def publish(self, *, step: int) -> Manifest:
+        """Commit the weights as the next version and return its manifest. Collective; blocks.
+
+        Raises:
+            FencedError: another learner has taken over the run.
+            StoreError: the store refused or is away.
+        """
+        return self._publisher.publish(local_view(self._model), step=step, stepped_unix_seconds=time.time())
+
+    def start(self, *, step: int, stepped_unix_seconds: float) -> None:
+        """Hand the weights over to be committed in the background. Collective; `settle` first."""
+        assert self._flight is None, "a version is in flight"
+        self._flight_version = self.version + 1
+        self._flight = self._publisher.publish_in_background(
+            local_view(self._model), step=step, stepped_unix_seconds=stepped_unix_seconds
+        )
+
+    def settle(self) -> bool:
+        """Wait for the version in flight; return False when the store was away, so that it is not committed.
+
+        Raises:
+            FencedError: another learner has taken over the run.
+            StoreUnavailableError: the store was away `MAX_FAILURES` times in a row.
+            SparsewireError: any other failure of the publish.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return True
+        try:
+            flight.result(IN_FLIGHT_TIMEOUT.total_seconds())
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"the version in flight was not committed within {IN_FLIGHT_TIMEOUT}"
+            ) from error
+        except (StoreUnavailableError, DeadlineExceededError) as error:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                raise
+            logger.warning("version not published, the next one covers it (%d in a row): %s", self._num_failures, error)
+            return False
+        self._num_failures = 0
+        return True
