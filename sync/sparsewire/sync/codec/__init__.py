@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sparsewire.sync.codec.chunk import DecodedChunk, EncodedChunk, decode_chunk, encode_chunk
 from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, chunk_length, parse_chunk
+from sparsewire.sync.codec.cuts import CutsMemory
 from sparsewire.sync.codec.plan import (
     CHUNK_BYTES,
     MAX_CHUNK_BYTES,
@@ -26,6 +27,7 @@ __all__ = [
     "ChunkPlan",
     "Segment",
     "plan_segments",
+    "CutsMemory",
     "EncodedChunk",
     "encode_chunk",
     "DecodedChunk",
