@@ -26,7 +26,7 @@ from sparsewire.sync.codec.bitfields import (
     unary,
     unpack_bits,
 )
-from sparsewire.sync.codec.classes import MAX_CLASSES, ClassMembers, class_table, complement, element_keys
+from sparsewire.sync.codec.classes import MAX_CLASSES, ExponentClasses, complement
 from sparsewire.sync.codec.rans import STATES_BYTES, Frequencies, read_table, read_tokens, write_table, write_tokens
 from sparsewire.sync.codec.rice import MAX_PARAMETER, gaps_of, ranks_of, rice_parameter
 from sparsewire.sync.codec.steps import join_steps, num_raw_bits, num_tokens, split_steps
@@ -72,8 +72,8 @@ def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> b
     Raises:
         ValueError: `cuts` are not ascending keys.
     """
-    classes = class_table(cuts)[element_keys(old)]
-    changed_classes = classes[positions]
+    classes = ExponentClasses(old, cuts)
+    changed_classes = classes.at(positions)
     # The stable order by class is the order of every stream.
     order = np.argsort(changed_classes, kind="stable")
     ends = np.cumsum(np.bincount(changed_classes, minlength=len(cuts) + 1))
@@ -84,7 +84,7 @@ def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> b
         write_varint(head, len(chosen))
         if not len(chosen):
             continue
-        members = ClassMembers(classes, number)
+        members = classes.members(number)
         ranks = members.ranks(positions[chosen])
         num_unchanged = members.size - len(ranks)
         inverse = 8 * num_unchanged < 5 * len(ranks)
@@ -179,12 +179,12 @@ def rebuild(parsed: ParsedBody, old: Bits) -> tuple[Indices, Bits]:
     Raises:
         WrongBaseError: the classes of `old` are not those that the body speaks of.
     """
-    classes = class_table(parsed.cuts)[element_keys(old)]
+    classes = ExponentClasses(old, parsed.cuts)
     positions, steps = [], []
     for number, changes in enumerate(parsed.classes):
         if not changes.num_changed:
             continue
-        members = ClassMembers(classes, number)
+        members = classes.members(number)
         ranks = changes.ranks
         if changes.num_unchanged is not None:
             wrong = changes.num_changed + changes.num_unchanged != members.size

@@ -48,6 +48,50 @@ def class_table(cuts: bytes) -> npt.NDArray[np.uint8]:
     return np.searchsorted(values, np.arange(NUM_KEYS), side="right").astype(np.uint8)
 
 
+class ExponentClasses:
+    """The elements of a chunk, by class. Without cuts all are of one class, and no element is looked at."""
+
+    __slots__ = ("_classes", "_size")
+
+    def __init__(self, bits: Bits, cuts: bytes) -> None:
+        """Sort `bits` by `cuts`.
+
+        Raises:
+            ValueError: `cuts` are not ascending keys.
+        """
+        self._size = len(bits)
+        self._classes: npt.NDArray[np.uint8] | None = None
+        if cuts:
+            # Bytes translate five times as fast as an array is indexed.
+            table = class_table(cuts).tobytes()
+            self._classes = np.frombuffer(element_keys(bits).tobytes().translate(table), np.uint8)
+
+    def at(self, positions: Indices) -> npt.NDArray[np.uint8]:
+        """Return the classes of the elements at `positions`."""
+        return np.zeros(len(positions), np.uint8) if self._classes is None else self._classes[positions]
+
+    def members(self, number: int) -> ClassMembers | AllMembers:
+        """Return the members of one class."""
+        return AllMembers(self._size) if self._classes is None else ClassMembers(self._classes, number)
+
+
+class AllMembers:
+    """The members of the only class: ranks are positions."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def ranks(self, positions: Indices) -> Indices:
+        """Return `positions`."""
+        return positions
+
+    def positions(self, ranks: Indices) -> Indices:
+        """Return `ranks`, all below `size`."""
+        return ranks
+
+
 class ClassMembers:
     """The members of one class among the elements of a chunk: ranks to positions and back."""
 

@@ -1,7 +1,7 @@
 """Static rANS over tokens (Duda 2013; interleaved after Giesen 2014): near the entropy, with a check for free.
 
-Pure. Token number i of a sequence belongs to state i mod 8, and the eight advance together here. Several tables may
-alternate within a sequence. A reader ends where the writer began, with every state at 2^16 and every word used, or
+Pure. Token number i of a sequence belongs to state i mod 8, so that a native reader has eight chains to work on. Several
+tables may alternate within a sequence. A reader ends where the writer began, with every state at 2^16 and every word used, or
 the stream is refused. Frequencies are out of 4,096 and travel as codes of 5 bits with two steps per octave.
 """
 
@@ -72,21 +72,20 @@ def _frequencies(present: npt.NDArray[np.bool_], codes: npt.NDArray[np.int64]) -
 
 def write_tokens(parts: Sequence[tuple[Tokens, Frequencies]]) -> bytes:
     """Return states and words of the parts' tokens, one after the other, each with its own table."""
-    # Filled up with a token of frequency 4,096, which leaves a state as it is.
-    frequency = _in_rows(np.concatenate([frequencies[tokens] for tokens, frequencies in parts]), _TOTAL)
-    below = _in_rows(np.concatenate([(np.cumsum(f) - f)[tokens] for tokens, f in parts]), 0)
-    states = np.full(NUM_STATES, START, np.uint64)
+    frequency = np.concatenate([frequencies[tokens] for tokens, frequencies in parts])[::-1].tolist()
+    below = np.concatenate([(np.cumsum(f) - f)[tokens] for tokens, f in parts])[::-1].tolist()
+    states = [START] * NUM_STATES
     words = []
-    limits = frequency << np.uint64(32 - FREQUENCY_BITS)
-    for row in range(len(frequency) - 1, -1, -1):
-        full = states >= limits[row]
-        if full.any():
-            words.append(states[full][::-1].astype("<u2"))
-            states = np.where(full, states >> np.uint64(16), states)
-        quotients = states // frequency[row]
-        states = (quotients << np.uint64(FREQUENCY_BITS)) + (states - quotients * frequency[row]) + below[row]
-    stream = np.concatenate(words)[::-1] if words else np.empty(0, "<u2")
-    return states.astype("<u4").tobytes() + stream.tobytes()
+    state = (len(frequency) - 1) % NUM_STATES
+    # Plain integers: a token depends on the one eight before it, and arrays of eight are slower than this.
+    for f, c in zip(frequency, below, strict=True):
+        x = states[state]
+        if x >= f << 32 - FREQUENCY_BITS:
+            words.append(x & 0xFFFF)
+            x >>= 16
+        states[state] = (x // f << FREQUENCY_BITS) + x % f + c
+        state = (state - 1) % NUM_STATES
+    return np.array(states, "<u4").tobytes() + np.array(words[::-1], "<u2").tobytes()
 
 
 def read_tokens(data: memoryview, parts: Sequence[tuple[int, Frequencies]]) -> list[Tokens]:
@@ -95,44 +94,31 @@ def read_tokens(data: memoryview, parts: Sequence[tuple[int, Frequencies]]) -> l
     Raises:
         DamagedError: `data` does not end exactly where the writer began.
     """
-    states = np.frombuffer(data[:STATES_BYTES], "<u4").astype(np.uint64)
-    words = np.frombuffer(data[STATES_BYTES:], "<u2").astype(np.uint64)
-    if (states < START).any():
+    states = np.frombuffer(data[:STATES_BYTES], "<u4").tolist()
+    words = np.frombuffer(data[STATES_BYTES:], "<u2").tolist()
+    if min(states) < START:
         raise DamagedError("chunk: a token stream starts below its lowest state: fetch it again")
-    symbols = np.array([np.repeat(np.arange(len(f)), f) for _, f in parts]).reshape(-1)
-    frequency = np.array([np.repeat(f, f) for _, f in parts]).reshape(-1)
-    # Slot minus the start of its token: what a state keeps of its low bits.
-    offset = np.array([np.arange(_TOTAL) - np.repeat(np.cumsum(f) - f, f) for _, f in parts]).reshape(-1)
-    frequency, offset = frequency.astype(np.uint64), offset.astype(np.uint64)
-    counts = [count for count, _ in parts]
-    total = sum(counts)
-    num_rows = -(-total // NUM_STATES)
-    tables = np.zeros(num_rows * NUM_STATES, np.int64)
-    tables[:total] = np.repeat(np.arange(len(parts)) << FREQUENCY_BITS, counts)
-    rows = tables.reshape(num_rows, NUM_STATES)
-    slots = np.empty((num_rows, NUM_STATES), np.int64)
-    low, shift, sixteen, start = np.uint64(_TOTAL - 1), np.uint64(FREQUENCY_BITS), np.uint64(16), np.uint64(START)
-    used = 0
-    for row in range(num_rows):
-        count = min(NUM_STATES, total - row * NUM_STATES)
-        active = states[:count]
-        at = rows[row, :count] + (active & low).astype(np.int64)
-        slots[row, :count] = at
-        active = frequency[at] * (active >> shift) + offset[at]
-        hungry = np.flatnonzero(active < start)
-        if len(hungry):
-            if used + len(hungry) > len(words):
-                raise DamagedError("chunk: a token stream ends too early: fetch it again")
-            active[hungry] = (active[hungry] << sixteen) | words[used : used + len(hungry)]
-            used += len(hungry)
-        states[:count] = active
-    if used != len(words) or (states != start).any():
+    found = []
+    state = used = 0
+    for count, table in parts:
+        symbols = np.repeat(np.arange(len(table)), table)
+        frequency = table[symbols].tolist()
+        # A slot minus the start of its token: what a state keeps of its low bits.
+        offset = (np.arange(_TOTAL) - (np.cumsum(table) - table)[symbols]).tolist()
+        slots = []
+        for _ in range(count):
+            x = states[state]
+            slot = x & _TOTAL - 1
+            slots.append(slot)
+            x = frequency[slot] * (x >> FREQUENCY_BITS) + offset[slot]
+            if x < START:
+                if used == len(words):
+                    raise DamagedError("chunk: a token stream ends too early: fetch it again")
+                x = x << 16 | words[used]
+                used += 1
+            states[state] = x
+            state = (state + 1) % NUM_STATES
+        found.append(symbols[slots])
+    if used != len(words) or states != [START] * NUM_STATES:
         raise DamagedError("chunk: a token stream does not end as it began: fetch it again")
-    tokens = symbols[slots.reshape(-1)[:total]]
-    return np.split(tokens, np.cumsum(counts)[:-1])
-
-
-def _in_rows(values: npt.NDArray[np.int64], filler: int) -> npt.NDArray[np.uint64]:
-    rows = np.full((-(-len(values) // NUM_STATES), NUM_STATES), filler, np.uint64)
-    rows.reshape(-1)[: len(values)] = values
-    return rows
+    return found
