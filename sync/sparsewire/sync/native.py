@@ -33,8 +33,8 @@ ABI = 1
 
 LIBRARY = Path(__file__).with_name("native") / "kernel.so"
 
-_SLACK = 4096
-"""SW_SLACK of native/abi.h: elements that output arrays need beyond their content."""
+_TOO_SMALL = -7
+"""SW_TOO_SMALL of native/abi.h."""
 _KEPT_SCRATCH_BYTES = 32 << 20
 """Work space beyond this is given back after a call; chunks of usual density need less."""
 
@@ -75,7 +75,7 @@ class Found(IntEnum):
 class NativeEncoding:
     """A classed body and the changes that it holds, segment after segment."""
 
-    found: npt.NDArray[np.uint8]
+    found: Counts
     """A `Found` for each segment."""
     num_changed: Counts
     """Changed elements of each segment, whether it is in the body or not; 0 for skipped ones."""
@@ -110,42 +110,21 @@ def _fields(*names_and_types: tuple[str, Any]) -> list[tuple[str, Any]]:
 _U32, _U64, _POINTER = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 
 
-class _Scan(ctypes.Structure):
-    _fields_ = _fields(
-        ("width", _U32),
-        ("num_cuts", _U32),
-        ("cuts", ctypes.c_char_p),
-        ("num_segments", _U64),
-        ("old_bits", _POINTER),
-        ("new_bits", _POINTER),
-        ("counts", _POINTER),
-        ("crowded", _U64),
-        ("modes", _POINTER),
-        ("num_changed", _POINTER),
-        ("capacity", _U64),
-        ("positions", _POINTER),
-        ("ranks", _POINTER),
-        ("classes", _POINTER),
-        ("old_changed", _POINTER),
-        ("new_changed", _POINTER),
-        ("class_sizes", _POINTER),
-    )
-
-
 class _Encode(ctypes.Structure):
     _fields_ = _fields(
         ("width", _U32),
         ("num_cuts", _U32),
         ("cuts", ctypes.c_char_p),
-        ("num_changed", _U64),
-        ("ranks", _POINTER),
-        ("classes", _POINTER),
-        ("old_changed", _POINTER),
-        ("new_changed", _POINTER),
-        ("class_sizes", _POINTER),
+        ("num_segments", _U64),
+        ("table", _POINTER),
+        ("crowded", _U64),
         ("scratch", _POINTER),
         ("scratch_bytes", _U64),
-        ("body", _POINTER),
+        ("num_changed", _U64),
+        ("indices_at", _U64),
+        ("old_at", _U64),
+        ("new_at", _U64),
+        ("body_at", _U64),
         ("body_bytes", _U64),
     )
 
@@ -158,58 +137,48 @@ class _Decode(ctypes.Structure):
         ("body_bytes", _U64),
         ("num_changed", _U64),
         ("num_segments", _U64),
-        ("old_bits", _POINTER),
-        ("counts", _POINTER),
+        ("table", _POINTER),
         ("scratch", _POINTER),
         ("scratch_bytes", _U64),
-        ("capacity", _U64),
-        ("positions", _POINTER),
-        ("old_changed", _POINTER),
-        ("new_changed", _POINTER),
-        ("num_per_segment", _POINTER),
+        ("indices_at", _U64),
+        ("old_at", _U64),
+        ("new_at", _U64),
     )
 
 
-class _Finish(ctypes.Structure):
-    _fields_ = _fields(
-        ("width", _U32),
-        ("reserved", _U32),
-        ("num_segments", _U64),
-        ("starts", _POINTER),
-        ("num_changed", _POINTER),
-        ("positions", _POINTER),
-        ("old_changed", _POINTER),
-        ("new_changed", _POINTER),
-        ("indices", _POINTER),
-        ("digests", _POINTER),
-    )
+class _Row(IntEnum):
+    """Rows of the table of segments: enum sparsewire_row of native/abi.h."""
+
+    OLD = 0
+    NEW = 1
+    COUNT = 2
+    START = 3
+    MODE = 4
+    NUM_CHANGED = 5
+    DIGEST_A = 6
+    DIGEST_B = 7
 
 
 class _Scratch(threading.local):
-    """Work space of one thread: handed out in parts, valid until the next call of the kernel on that thread."""
+    """Work space of one thread; what a call leaves in it is copied out before the next one."""
 
     def __init__(self) -> None:
-        self._space = np.empty(0, np.uint8)
-        self._used = 0
+        self.space = np.empty(0, np.uint8)
+        self.address = 0
 
-    def begin(self, num_bytes: int) -> None:
-        """Forget all parts and have room for `num_bytes` and their alignment."""
-        if len(self._space) < num_bytes:
-            self._space = np.empty(num_bytes, np.uint8)
-        self._used = 0
+    def grow(self, num_bytes: int) -> None:
+        """Have room for `num_bytes`; pages that nothing is written to cost no memory."""
+        self.space = np.empty(num_bytes, np.uint8)
+        self.address = _address(self.space)
 
-    def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return `count` elements of it, not initialised."""
-        kind = np.dtype(dtype)
-        start = -(-self._used // 64) * 64
-        self._used = start + count * kind.itemsize
-        assert self._used <= len(self._space), "scratch: more is taken than was begun with"
-        return self._space[start : self._used].view(kind)
+    def copy(self, at: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return a copy of `count` elements that begin at byte `at`."""
+        return np.frombuffer(self.space, dtype, count, at).copy()
 
-    def end(self) -> None:
-        """Give back what is too large to keep."""
-        if len(self._space) > _KEPT_SCRATCH_BYTES:
-            self._space = np.empty(0, np.uint8)
+    def give_back(self) -> None:
+        """Free it if it is too large to keep."""
+        if len(self.space) > _KEPT_SCRATCH_BYTES:
+            self.grow(0)
 
 
 class Kernel:
@@ -231,55 +200,41 @@ class Kernel:
         crowded: int,
         wishes: Sequence[Wish] | None = None,
     ) -> NativeEncoding:
-        """Find and encode what changed in segments of equal dtype, in one pass over their flat bits.
+        """Find and encode what changed in segments of equal dtype, in one pass over their flat bits; at least one.
 
         `starts` are the segments' first positions in their tensors. A segment in which more than one element in
         `crowded` changed is left out unless `wishes` asks for it; without `wishes` all are AUTO.
+
+        Raises:
+            ValueError: cuts do not ascend, bits are not contiguous, or there are more than 2^24 elements.
         """
-        width = new[0].dtype.itemsize
-        counts = np.array([len(bits) for bits in new], np.uint64)
-        old_pointers, new_pointers = _pointers(old), _pointers(new)
-        modes = np.array([Wish.AUTO] * len(new) if wishes is None else wishes, np.uint8)
-        num_changed = np.zeros(len(new), np.uint64)
-        class_sizes = np.empty(16, np.uint64)
-        automatic, forced = int(counts[modes == Wish.AUTO].sum()), int(counts[modes == Wish.CLASSED].sum())
-        capacity = automatic // crowded + forced + _SLACK
-        self._scratch.begin(capacity * (9 + 2 * width) + 6 * 64)
-        positions, ranks = self._scratch.take(capacity, np.uint32), self._scratch.take(capacity, np.uint32)
-        classes = self._scratch.take(capacity, np.uint8)
-        before, after = self._scratch.take(capacity, f"u{width}"), self._scratch.take(capacity, f"u{width}")
-        job = _Scan(
-            width=width,
+        dtype = new[0].dtype
+        table = _table(old, starts)
+        table[_Row.NEW] = _addresses(new)
+        table[_Row.MODE] = Wish.AUTO if wishes is None else wishes
+        job = _Encode(
+            width=dtype.itemsize,
             num_cuts=len(cuts),
             cuts=cuts,
             num_segments=len(new),
-            old_bits=_address(old_pointers),
-            new_bits=_address(new_pointers),
-            counts=_address(counts),
+            table=_address(table),
             crowded=crowded,
-            modes=_address(modes),
-            num_changed=_address(num_changed),
-            capacity=capacity,
-            positions=_address(positions),
-            ranks=_address(ranks),
-            classes=_address(classes),
-            old_changed=_address(before),
-            new_changed=_address(after),
-            class_sizes=_address(class_sizes),
         )
-        num = _checked(self._library.sparsewire_scan(self.isa, ctypes.byref(job)))
-        in_body = np.where(modes == Found.CLASSED, num_changed, np.uint64(0))
-        indices, digests = self._finish(width, starts, in_body, num, positions, before, after)
+        scratch = self._scratch
+        code = self._run(self._library.sparsewire_encode, job)
+        if code:
+            raise ValueError(f"kernel: cuts {list(cuts)} do not ascend, or more than 2^24 elements in {len(new)} segments")
+        num, begin, end = job.num_changed, job.body_at, job.body_at + job.body_bytes
         result = NativeEncoding(
-            found=modes,
-            num_changed=num_changed,
-            body=self._write_body(width, cuts, num, ranks, classes, before, after, class_sizes) if num else b"",
-            indices=indices,
-            old=before[:num].copy(),
-            new=after[:num].copy(),
-            digests=digests,
+            found=table[_Row.MODE],
+            num_changed=table[_Row.NUM_CHANGED],
+            digests=table[_Row.DIGEST_A :].T,
+            body=scratch.space[begin:end].tobytes(),
+            indices=scratch.copy(job.indices_at, num, np.int64),
+            old=scratch.copy(job.old_at, num, dtype),
+            new=scratch.copy(job.new_at, num, dtype),
         )
-        self._scratch.end()
+        scratch.give_back()
         return result
 
     def decode(
@@ -291,60 +246,57 @@ class Kernel:
             DamagedError: the bytes are unsound.
             UnsupportedFormatError: the body has flags that this build does not know.
             WrongBaseError: the base has other classes than the one that the body was made from.
+            ValueError: bits are not contiguous.
         """
-        width = old[0].dtype.itemsize
-        counts = np.array([len(bits) for bits in old], np.uint64)
+        dtype = old[0].dtype
+        table = _table(old, starts)
         data = np.frombuffer(body, np.uint8)
-        pointers = _pointers(old)
         job = _Decode(
-            width=width,
+            width=dtype.itemsize,
             body=_address(data),
             body_bytes=len(data),
             num_changed=num_changed,
             num_segments=len(old),
-            old_bits=_address(pointers),
-            counts=_address(counts),
+            table=_address(table),
         )
-        scratch_bytes = _checked(self._library.sparsewire_decode_scratch(ctypes.byref(job)))
-        capacity = num_changed + _SLACK
-        self._scratch.begin(scratch_bytes + capacity * (4 + 2 * width) + 5 * 64)
-        positions = self._scratch.take(capacity, np.uint32)
-        before, after = self._scratch.take(capacity, f"u{width}"), self._scratch.take(capacity, f"u{width}")
-        scratch = self._scratch.take(scratch_bytes, np.uint8)
-        num_per_segment = np.zeros(len(old), np.uint64)
-        job.scratch, job.scratch_bytes = _address(scratch), scratch_bytes
-        job.capacity, job.positions = capacity, _address(positions)
-        job.old_changed, job.new_changed = _address(before), _address(after)
-        job.num_per_segment = _address(num_per_segment)
-        num = _checked(self._library.sparsewire_decode(self.isa, ctypes.byref(job)))
-        indices, digests = self._finish(width, starts, num_per_segment, num, positions, before, after)
+        scratch = self._scratch
+        code = self._run(self._library.sparsewire_decode, job)
+        if code:
+            raise _refusal(code)
         result = NativeDecoding(
-            num_changed=num_per_segment,
-            indices=indices,
-            old=before[:num].copy(),
-            new=after[:num].copy(),
-            digests=digests,
+            num_changed=table[_Row.NUM_CHANGED],
+            digests=table[_Row.DIGEST_A :].T,
+            indices=scratch.copy(job.indices_at, num_changed, np.int64),
+            old=scratch.copy(job.old_at, num_changed, dtype),
+            new=scratch.copy(job.new_at, num_changed, dtype),
         )
-        self._scratch.end()
+        scratch.give_back()
         return result
+
+    def _run(self, function: Any, job: _Encode | _Decode) -> int:
+        """Call with the scratch of this thread, and once more when it was too small."""
+        scratch = self._scratch
+        job.scratch, job.scratch_bytes = scratch.address, len(scratch.space)
+        code = int(function(self.isa, ctypes.byref(job)))
+        if code == _TOO_SMALL:
+            scratch.grow(job.scratch_bytes)
+            job.scratch = scratch.address
+            code = int(function(self.isa, ctypes.byref(job)))
+        return code
 
     def digest_range(self, bits: Bits, start: int) -> tuple[int, int]:
         """Return both sums of the digest of a contiguous flat range whose first element has position `start`."""
         digest = np.empty(2, np.uint64)
-        _checked(
-            self._library.sparsewire_digest_range(
-                self.isa, bits.dtype.itemsize, _address(bits), len(bits), start, _address(digest)
-            )
+        self._library.sparsewire_digest_range(
+            self.isa, bits.dtype.itemsize, _address(bits), len(bits), start, _address(digest)
         )
         return int(digest[0]), int(digest[1])
 
     def digest_at(self, indices: Indices, bits: Bits) -> tuple[int, int]:
         """Return both sums of the digest of the elements at flat positions `indices`; one entry of `bits` for each."""
         digest = np.empty(2, np.uint64)
-        _checked(
-            self._library.sparsewire_digest_positions(
-                self.isa, bits.dtype.itemsize, _address(indices), _address(bits), len(bits), _address(digest)
-            )
+        self._library.sparsewire_digest_positions(
+            self.isa, bits.dtype.itemsize, _address(indices), _address(bits), len(bits), _address(digest)
         )
         return int(digest[0]), int(digest[1])
 
@@ -377,65 +329,6 @@ class Kernel:
             self._library.sparsewire_compare(self.isa, new.dtype.itemsize, _address(old), _address(new), len(new))
         )
 
-    def _write_body(
-        self,
-        width: int,
-        cuts: bytes,
-        num: int,
-        ranks: npt.NDArray[np.uint32],
-        classes: npt.NDArray[np.uint8],
-        before: Bits,
-        after: Bits,
-        class_sizes: Counts,
-    ) -> bytes:
-        scratch_bytes = self._library.sparsewire_encode_scratch(width, int(class_sizes.sum()), num)
-        # A space of its own: the records that it reads lie in the kept one.
-        scratch = np.empty(scratch_bytes, np.uint8)
-        body = np.empty(scratch_bytes, np.uint8)
-        job = _Encode(
-            width=width,
-            num_cuts=len(cuts),
-            cuts=cuts,
-            num_changed=num,
-            ranks=_address(ranks),
-            classes=_address(classes),
-            old_changed=_address(before),
-            new_changed=_address(after),
-            class_sizes=_address(class_sizes),
-            scratch=_address(scratch),
-            scratch_bytes=scratch_bytes,
-            body=_address(body),
-            body_bytes=scratch_bytes,
-        )
-        return body[: _checked(self._library.sparsewire_encode(self.isa, ctypes.byref(job)))].tobytes()
-
-    def _finish(
-        self,
-        width: int,
-        starts: Sequence[int],
-        num_changed: Counts,
-        num: int,
-        positions: npt.NDArray[np.uint32],
-        before: Bits,
-        after: Bits,
-    ) -> tuple[Indices, Counts]:
-        indices = np.empty(num, np.int64)
-        digests = np.empty((len(num_changed), 2), np.uint64)
-        origins = np.array(starts, np.uint64)
-        job = _Finish(
-            width=width,
-            num_segments=len(num_changed),
-            starts=_address(origins),
-            num_changed=_address(num_changed),
-            positions=_address(positions),
-            old_changed=_address(before),
-            new_changed=_address(after),
-            indices=_address(indices),
-            digests=_address(digests),
-        )
-        _checked(self._library.sparsewire_finish(self.isa, ctypes.byref(job)))
-        return indices, digests
-
 
 _REFUSALS: dict[int, SparsewireError] = {
     -1: DamagedError("chunk: the head of its classed body is unsound or cut off: fetch it again"),
@@ -451,23 +344,29 @@ _REFUSALS: dict[int, SparsewireError] = {
 """By the error codes of native/abi.h."""
 
 
-def _checked(code: int) -> int:
-    if code >= 0:
-        return code
+def _refusal(code: int) -> SparsewireError:
     refusal = _REFUSALS.get(code)
     assert refusal is not None, f"kernel: code {code} for a call that it should have taken"
-    raise type(refusal)(*refusal.args)
+    return type(refusal)(*refusal.args)
 
 
 def _address(array: npt.NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+    return array.ctypes.data
 
 
-def _pointers(arrays: Sequence[Bits]) -> npt.NDArray[np.uint64]:
+def _addresses(arrays: Sequence[Bits]) -> list[int]:
     for bits in arrays:
         if not bits.flags.c_contiguous:
             raise ValueError(f"kernel: bits of shape {bits.shape} are not contiguous: copy them")
-    return np.array([_address(bits) for bits in arrays], np.uint64)
+    return [bits.ctypes.data for bits in arrays]
+
+
+def _table(old: Sequence[Bits], starts: Sequence[int]) -> Counts:
+    table = np.zeros((len(_Row), len(old)), np.uint64)
+    table[_Row.OLD] = _addresses(old)
+    table[_Row.COUNT] = [len(bits) for bits in old]
+    table[_Row.START] = starts
+    return table
 
 
 def load_kernel(library: Path = LIBRARY, *, isa: Isa | None = None) -> Kernel | None:
@@ -494,12 +393,8 @@ def load_kernel(library: Path = LIBRARY, *, isa: Isa | None = None) -> Kernel | 
         raise ConfigError(f"SPARSEWIRE_ISA: this processor has {best.name.lower()}, not {isa.name.lower()}")
     pointer, count = _POINTER, _U64
     for name, arguments in {
-        "scan": (ctypes.c_int32, pointer),
         "encode": (ctypes.c_int32, pointer),
-        "encode_scratch": (_U32, count, count),
         "decode": (ctypes.c_int32, pointer),
-        "decode_scratch": (pointer,),
-        "finish": (ctypes.c_int32, pointer),
         "digest_range": (ctypes.c_int32, _U32, pointer, count, count, pointer),
         "digest_positions": (ctypes.c_int32, _U32, pointer, pointer, count, pointer),
         "scatter": (ctypes.c_int32, _U32, pointer, count, pointer, pointer, count),

@@ -16,7 +16,7 @@
 
 enum { SW_MAX_CLASSES = 16, SW_BLOCK_WORDS = 64, SW_WORD = 64, SW_BLOCK = SW_BLOCK_WORDS * SW_WORD };
 
-/* Elements that a scratch array must have beyond its content, because whole vectors are written. */
+/* Elements that an array in scratch has beyond its content, because whole blocks and vectors are written. */
 enum { SW_SLACK = SW_BLOCK };
 
 /* Elements of one body at most: ranks are 32-bit, sums of remainders 64-bit. docs/format.md allows 2^24. */
@@ -31,87 +31,63 @@ enum sparsewire_error {
     SW_DAMAGED_STEPS = -4,      /* signs, raw bits or exceptions are unsound */
     SW_WRONG_BASE = -5,         /* the classes of the base have other sizes than the writer's */
     SW_UNSUPPORTED = -6,        /* flags that this build does not know */
-    SW_TOO_SMALL = -7           /* an output or scratch array is too small: a bug of the caller */
+    SW_TOO_SMALL = -7           /* scratch is too small: the job states what it takes; call again */
+};
+
+/* Segments are given as a table of numbers, one row after the other, each with an entry for every segment. */
+enum sparsewire_row {
+    SW_OLD,         /* in: address of its old bits */
+    SW_NEW,         /* in: address of its new bits; not read by a decode */
+    SW_COUNT,       /* in: elements */
+    SW_START,       /* in: flat position at which it begins in its tensor */
+    SW_MODE,        /* in and out: see below; not used by a decode */
+    SW_NUM_CHANGED, /* out: changed elements */
+    SW_DIGEST_A,    /* out: terms of the new bits minus those of the old ones, over the changes in the body */
+    SW_DIGEST_B,
+    SW_ROWS
 };
 
 /* What to do with a segment (in), and what was found (out). Numbers are the modes of docs/format.md. */
 enum sparsewire_mode {
     SW_UNCHANGED = 0,  /* out: no element differs */
     SW_SKIP = 2,       /* in and out: leave the segment out */
-    SW_CLASSED = 3,    /* in: take it however dense it is; out: its changes are among the records */
+    SW_CLASSED = 3,    /* in: take it however dense it is; out: its changes are in the body */
     SW_AUTO = 254,     /* in: take it if it changed and at most one element in `crowded` of them */
     SW_CROWDED = 255   /* out: denser than that; counted, but left out */
 };
 
-/* Finds what changed and where it stands among the elements of its class; see scan.h. */
-struct sparsewire_scan {
-    uint32_t width;
-    uint32_t num_cuts;
-    const uint8_t *cuts; /* strictly ascending keys; at most 15 */
-    uint64_t num_segments;
-    const void *const *old_bits;
-    const void *const *new_bits;
-    const uint64_t *counts;   /* elements of each segment */
-    uint64_t crowded;         /* a segment with more than count / crowded changes is crowded */
-    uint8_t *modes;           /* in and out, one a segment */
-    uint64_t *num_changed;    /* out, one a segment that is not skipped */
-    uint64_t capacity;        /* elements that each of the arrays below has room for, slack included */
-    uint32_t *positions;      /* out: place of each change in its segment */
-    uint32_t *ranks;          /* out: its place among the elements of its class in all classed segments */
-    uint8_t *classes;         /* out */
-    void *old_changed;        /* out: its bits before */
-    void *new_changed;        /* out: and after */
-    uint64_t *class_sizes;    /* out: elements of each of the 16 classes in all classed segments */
-};
-
-/* Writes a classed body from the records of a scan; see encode.h. */
+/* Finds what changed and writes a classed body of it. Results lie in scratch, which is the caller's. */
 struct sparsewire_encode {
     uint32_t width;
     uint32_t num_cuts;
-    const uint8_t *cuts;
-    uint64_t num_changed;
-    const uint32_t *ranks;
-    const uint8_t *classes;
-    const void *old_changed;
-    const void *new_changed;
-    const uint64_t *class_sizes;
-    void *scratch;
-    uint64_t scratch_bytes;
-    uint8_t *body;
-    uint64_t body_bytes;
+    const uint8_t *cuts;       /* strictly ascending keys; at most 15 */
+    uint64_t num_segments;
+    uint64_t *table;
+    uint64_t crowded;
+    uint8_t *scratch;
+    uint64_t scratch_bytes;    /* in; out, when SW_TOO_SMALL is returned: what it takes */
+    uint64_t num_changed;      /* out: changes in the body */
+    uint64_t indices_at;       /* out: where in scratch their flat positions lie, int64 */
+    uint64_t old_at;           /* out: their bits before */
+    uint64_t new_at;           /* out: and after */
+    uint64_t body_at;          /* out: the body */
+    uint64_t body_bytes;       /* out: 0 when nothing is in it */
 };
 
-/* Reads a classed body against the base; see decode.h. */
+/* Reads a classed body against the base. Results lie in scratch. */
 struct sparsewire_decode {
     uint32_t width;
     uint32_t reserved;
     const uint8_t *body;
     uint64_t body_bytes;
-    uint64_t num_changed;     /* as the chunk's header states */
+    uint64_t num_changed;      /* as the chunk's header states */
     uint64_t num_segments;
-    const void *const *old_bits;
-    const uint64_t *counts;
-    void *scratch;
-    uint64_t scratch_bytes;
-    uint64_t capacity;        /* elements that each of the next three has room for, slack included */
-    uint32_t *positions;      /* out: place of each change in its segment */
-    void *old_changed;        /* out */
-    void *new_changed;        /* out */
-    uint64_t *num_per_segment; /* out: changes of each segment */
-};
-
-/* Turns positions in segments into positions in tensors and sums up digests; see digest.h. */
-struct sparsewire_finish {
-    uint32_t width;
-    uint32_t reserved;
-    uint64_t num_segments;
-    const uint64_t *starts;       /* flat position at which each segment begins in its tensor */
-    const uint64_t *num_changed;  /* changes of each segment, in order */
-    const uint32_t *positions;
-    const void *old_changed;
-    const void *new_changed;
-    int64_t *indices;             /* out: flat positions in the tensors */
-    uint64_t *digests;            /* out: two for each segment, new terms minus old ones */
+    uint64_t *table;
+    uint8_t *scratch;
+    uint64_t scratch_bytes;    /* in; out, when SW_TOO_SMALL is returned: what it takes */
+    uint64_t indices_at;       /* out, as above */
+    uint64_t old_at;
+    uint64_t new_at;
 };
 
 #endif

@@ -8,8 +8,7 @@
 #ifndef SPARSEWIRE_CLASSES_H
 #define SPARSEWIRE_CLASSES_H
 
-#include "abi.h"
-#include "platform.h"
+#include "compare.h"
 
 /* The class of every key, in the forms that the levels look it up in. */
 struct classes {
@@ -18,7 +17,7 @@ struct classes {
     uint8_t window[128]; /* class of key first_key + i */
     uint8_t first_key;
     uint8_t in_window;   /* all cuts lie in a window of keys that one lookup can serve */
-    uint64_t counter[256][2]; /* portable level: one in the byte that counts the class */
+    uint8_t cuts[SW_MAX_CLASSES];
 };
 
 struct block {
@@ -58,15 +57,13 @@ static int prepare_classes(struct classes *classes, const uint8_t *cuts, uint32_
     if (num_cuts >= SW_MAX_CLASSES) return 0;
     for (uint32_t cut = 0; cut < num_cuts; cut++) {
         if (cuts[cut] <= last) return 0;
-        last = cuts[cut];
+        last = classes->cuts[cut] = cuts[cut];
     }
     classes->num_classes = num_cuts + 1;
     uint32_t class_ = 0;
     for (uint32_t key = 0; key < 256; key++) {
         while (class_ < num_cuts && cuts[class_] <= key) class_++;
         classes->of_key[key] = (uint8_t)class_;
-        classes->counter[key][0] = class_ < 8 ? UINT64_C(1) << (8 * class_) : 0;
-        classes->counter[key][1] = class_ < 8 ? 0 : UINT64_C(1) << (8 * (class_ - 8));
     }
     const uint32_t first = num_cuts ? cuts[0] - 1u : 0;
     classes->first_key = (uint8_t)first;
@@ -75,6 +72,15 @@ static int prepare_classes(struct classes *classes, const uint8_t *cuts, uint32_
         classes->window[place] = classes->of_key[first + place < 256 ? first + place : 255];
     }
     return 1;
+}
+
+/* Sets `changed` of a word, unless `new_`, which is the block's, is NULL. */
+SW_INLINE void compare_word(struct block *block, const uint8_t *old, const uint8_t *new_, uint32_t word, uint32_t width) {
+    prefetch_word(old, width);
+    if (!new_) return;
+    new_ += (size_t)word * SW_WORD * width;
+    prefetch_word(new_, width);
+    block->changed[word] = changed_in_word(old, new_, width);
 }
 
 #if defined(SW_AVX512)
@@ -116,23 +122,8 @@ SW_INLINE __m512i keys_of_word(const uint8_t *from, uint32_t width) {
     }
 }
 
-SW_INLINE uint64_t changed_in_word(const uint8_t *old, const uint8_t *new_, uint32_t width) {
-    uint64_t changed = 0;
-    for (uint32_t part = 0; part < width; part++) {
-        const __m512i x = _mm512_loadu_si512(old + 64 * part);
-        const __m512i y = _mm512_loadu_si512(new_ + 64 * part);
-        switch (width) {
-        case 1: changed = _mm512_cmpneq_epi8_mask(x, y); break;
-        case 2: changed |= (uint64_t)_mm512_cmpneq_epi16_mask(x, y) << (32 * part); break;
-        case 4: changed |= (uint64_t)_mm512_cmpneq_epi32_mask(x, y) << (16 * part); break;
-        default: changed |= (uint64_t)_mm512_cmpneq_epi64_mask(x, y) << (8 * part);
-        }
-    }
-    return changed;
-}
-
 SW_INLINE void classify_block(struct block *block, struct counts *counts, const struct classes *classes,
-                              const uint8_t *old, uint32_t num_words, uint32_t width) {
+                              const uint8_t *old, const uint8_t *new_, uint32_t num_words, uint32_t width) {
     const __m512i table_low = _mm512_loadu_si512(classes->window);
     const __m512i table_high = _mm512_loadu_si512(classes->window + 64);
     const __m512i first_key = _mm512_set1_epi8((char)classes->first_key);
@@ -148,7 +139,9 @@ SW_INLINE void classify_block(struct block *block, struct counts *counts, const 
     __m512i before = _mm512_load_si512(counts->of);
     const int in_window = classes->in_window || width == 1;
     for (uint32_t word = 0; word < num_words; word++) {
-        const __m512i keys = keys_of_word(old + (size_t)word * SW_WORD * width, width);
+        const uint8_t *from = old + (size_t)word * SW_WORD * width;
+        compare_word(block, from, new_, word, width);
+        const __m512i keys = keys_of_word(from, width);
         __m512i places;
         __m512i class_of;
         if (in_window) {
@@ -210,40 +203,6 @@ SW_INLINE __m256i keys_of_half(const uint8_t *from, uint32_t width) {
     }
 }
 
-SW_INLINE uint32_t changed_in_half(const uint8_t *old, const uint8_t *new_, uint32_t width) {
-    const __m256i *x = (const __m256i *)old;
-    const __m256i *y = (const __m256i *)new_;
-    switch (width) {
-    case 1: return ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_loadu_si256(x), _mm256_loadu_si256(y)));
-    case 2: {
-        const __m256i low = _mm256_cmpeq_epi16(_mm256_loadu_si256(x), _mm256_loadu_si256(y));
-        const __m256i high = _mm256_cmpeq_epi16(_mm256_loadu_si256(x + 1), _mm256_loadu_si256(y + 1));
-        return ~(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8));
-    }
-    case 4: {
-        uint32_t same = 0;
-        for (int i = 0; i < 4; i++) {
-            const __m256i equal = _mm256_cmpeq_epi32(_mm256_loadu_si256(x + i), _mm256_loadu_si256(y + i));
-            same |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(equal)) << (8 * i);
-        }
-        return ~same;
-    }
-    default: {
-        uint32_t same = 0;
-        for (int i = 0; i < 8; i++) {
-            const __m256i equal = _mm256_cmpeq_epi64(_mm256_loadu_si256(x + i), _mm256_loadu_si256(y + i));
-            same |= (uint32_t)_mm256_movemask_pd(_mm256_castsi256_pd(equal)) << (4 * i);
-        }
-        return ~same;
-    }
-    }
-}
-
-SW_INLINE uint64_t changed_in_word(const uint8_t *old, const uint8_t *new_, uint32_t width) {
-    return changed_in_half(old, new_, width) |
-           (uint64_t)changed_in_half(old + 32 * width, new_ + 32 * width, width) << 32;
-}
-
 /* Classes of 32 keys by four 16-entry lookups when all cuts lie in a window of 64 keys, else by counting cuts. */
 SW_INLINE __m256i classes_of_half(__m256i keys, const struct classes *classes, const __m256i *tables) {
     if (classes->in_window) {
@@ -259,10 +218,8 @@ SW_INLINE __m256i classes_of_half(__m256i keys, const struct classes *classes, c
         return found;
     }
     __m256i found = _mm256_setzero_si256();
-    uint32_t key = 0;
-    for (uint32_t cut = 1; cut < classes->num_classes; cut++) {
-        while (classes->of_key[key] < cut) key++;
-        const __m256i bound = _mm256_set1_epi8((char)key);
+    for (uint32_t cut = 0; cut + 1 < classes->num_classes; cut++) {
+        const __m256i bound = _mm256_set1_epi8((char)classes->cuts[cut]);
         found = _mm256_sub_epi8(found, _mm256_cmpeq_epi8(_mm256_max_epu8(keys, bound), keys));
     }
     return found;
@@ -284,7 +241,7 @@ SW_INLINE __m256i narrow_counts(__m256i low, __m256i high) {
 }
 
 SW_INLINE void classify_block(struct block *block, struct counts *counts, const struct classes *classes,
-                              const uint8_t *old, uint32_t num_words, uint32_t width) {
+                              const uint8_t *old, const uint8_t *new_, uint32_t num_words, uint32_t width) {
     const __m256i not0 = _mm256_setr_epi64x(-1, 0, -1, 0);
     const __m256i not1 = _mm256_setr_epi64x(-1, -1, 0, 0);
     __m256i tables[4];
@@ -295,6 +252,7 @@ SW_INLINE void classify_block(struct block *block, struct counts *counts, const 
     __m256i before_high = _mm256_load_si256((const __m256i *)counts->of + 1);
     for (uint32_t word = 0; word < num_words; word++) {
         const uint8_t *from = old + (size_t)word * SW_WORD * width;
+        compare_word(block, from, new_, word, width);
         const __m256i low = classes_of_half(keys_of_half(from, width), classes, tables);
         const __m256i high = classes_of_half(keys_of_half(from + 32 * width, width), classes, tables);
         _mm256_store_si256((__m256i *)(block->class_of + word * SW_WORD), low);
@@ -329,40 +287,39 @@ SW_INLINE void classify_block(struct block *block, struct counts *counts, const 
     _mm256_store_si256((__m256i *)counts->of + 1, before_high);
 }
 #else
-SW_INLINE uint64_t changed_in_word(const uint8_t *old, const uint8_t *new_, uint32_t width) {
-    uint64_t changed = 0;
-    for (uint32_t part = 0; part < 8; part++) {
-        /* Eight elements at a time: most groups are equal, and are left at one comparison of their bytes. */
-        const uint8_t *x = old + 8 * width * part;
-        const uint8_t *y = new_ + 8 * width * part;
-        uint64_t differ = 0;
-        for (uint32_t i = 0; i < width; i++) differ |= load64(x + 8 * i) ^ load64(y + 8 * i);
-        if (!differ) continue;
-        for (uint32_t i = 0; i < 8; i++) {
-            changed |= (uint64_t)(load_element(x, i, width) != load_element(y, i, width)) << (8 * part + i);
-        }
-    }
-    return changed;
-}
+/* Sixteen bytes that every compiler keeps in a vector register where there is one. */
+typedef uint8_t sixteen __attribute__((vector_size(16)));
 
+/* Every cut in turn is compared with all keys of a word: that gives classes, and how many keys are not below the cut. */
 SW_INLINE void classify_block(struct block *block, struct counts *counts, const struct classes *classes,
-                              const uint8_t *old, uint32_t num_words, uint32_t width) {
+                              const uint8_t *old, const uint8_t *new_, uint32_t num_words, uint32_t width) {
+    const uint32_t num_classes = classes->num_classes;
     for (uint32_t word = 0; word < num_words; word++) {
         const uint8_t *from = old + (size_t)word * SW_WORD * width;
-        uint8_t *class_of = block->class_of + word * SW_WORD;
-        uint64_t counted[2] = {0, 0}; /* a byte a class: at most 64 each */
-        for (uint32_t i = 0; i < SW_WORD; i++) {
-            const uint32_t key = key_of(load_element(from, i, width), width);
-            class_of[i] = classes->of_key[key];
-            counted[0] += classes->counter[key][0];
-            counted[1] += classes->counter[key][1];
+        compare_word(block, from, new_, word, width);
+        uint8_t keys[SW_WORD];
+        for (uint32_t i = 0; i < SW_WORD; i++) keys[i] = (uint8_t)key_of(load_element(from, i, width), width);
+        sixteen part[4], class_of[4];
+        memcpy(part, keys, sizeof part);
+        memset(class_of, 0, sizeof class_of);
+        uint32_t at_least = SW_WORD;
+        memcpy(block->before[word], counts->of, sizeof counts->of);
+        for (uint32_t cut = 0; cut + 1 < num_classes; cut++) {
+            const uint8_t bound = classes->cuts[cut];
+            sixteen count = {0};
+            for (uint32_t i = 0; i < 4; i++) {
+                const sixteen inside = (sixteen)(part[i] >= bound);
+                class_of[i] -= inside;
+                count -= inside;
+            }
+            uint64_t halves[2];
+            memcpy(halves, &count, sizeof halves);
+            const uint32_t above = (uint32_t)((halves[0] + halves[1]) * UINT64_C(0x0101010101010101) >> 56);
+            counts->of[cut] += at_least - above;
+            at_least = above;
         }
-        uint8_t by_class[SW_MAX_CLASSES];
-        memcpy(by_class, counted, sizeof by_class);
-        for (uint32_t class_ = 0; class_ < SW_MAX_CLASSES; class_++) {
-            block->before[word][class_] = counts->of[class_];
-            counts->of[class_] += by_class[class_];
-        }
+        counts->of[num_classes - 1] += at_least;
+        memcpy(block->class_of + word * SW_WORD, class_of, sizeof class_of);
     }
 }
 #endif
@@ -400,29 +357,51 @@ SW_INLINE uint32_t rank_of(const struct block *block, uint32_t position) {
     return block->before[word][class_] + popcount64(low_bits(mask, position % SW_WORD));
 }
 
-/* Writes the positions of all set bits of `changed` in order to `at`, and returns how many there are. */
-SW_INLINE uint32_t list_changes(struct block *block, uint32_t num_words) {
+/* Writes the positions of all set bits of `changed`, `count` of them, in order to `at`. */
+SW_INLINE void list_changes(struct block *block, uint32_t num_words, uint32_t count) {
     uint16_t *at = block->at;
 #if defined(SW_AVX512)
-    const __m512i ramp = _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17,
-                                                               18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
-    for (uint32_t word = 0; word < num_words; word++) {
-        const uint64_t changed = block->changed[word];
-        const __m512i places = _mm512_add_epi16(ramp, _mm512_set1_epi16((int16_t)(word * SW_WORD)));
-        _mm512_storeu_si512(at, _mm512_maskz_compress_epi16((__mmask32)changed, places));
-        at += popcount64(changed & 0xFFFFFFFFu);
-        _mm512_storeu_si512(at, _mm512_maskz_compress_epi16((__mmask32)(changed >> 32),
-                                                            _mm512_add_epi16(places, _mm512_set1_epi16(32))));
-        at += popcount64(changed >> 32);
-    }
-#else
-    for (uint32_t word = 0; word < num_words; word++) {
-        for (uint64_t changed = block->changed[word]; changed; changed &= changed - 1) {
-            *at++ = (uint16_t)(word * SW_WORD + trailing_zeros(changed));
+    if (count > num_words) {
+        const __m512i ramp =
+            _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,
+                                                  21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
+        for (uint32_t word = 0; word < num_words; word++) {
+            const uint64_t changed = block->changed[word];
+            const __m512i places = _mm512_add_epi16(ramp, _mm512_set1_epi16((int16_t)(word * SW_WORD)));
+            _mm512_storeu_si512(at, _mm512_maskz_compress_epi16((__mmask32)changed, places));
+            at += popcount64(changed & 0xFFFFFFFFu);
+            _mm512_storeu_si512(at, _mm512_maskz_compress_epi16((__mmask32)(changed >> 32),
+                                                                _mm512_add_epi16(places, _mm512_set1_epi16(32))));
+            at += popcount64(changed >> 32);
         }
+        return;
     }
 #endif
-    return (uint32_t)(at - block->at);
+    /* Few words hold more than two: those two are written without asking whether they are there. */
+    uint8_t words[SW_BLOCK_WORDS];
+    uint32_t num = 0;
+    for (uint32_t word = 0; word < num_words; word++) {
+        words[num] = (uint8_t)word;
+        num += block->changed[word] != 0;
+    }
+    for (uint32_t i = 0; i < num; i++) {
+        const uint32_t origin = (uint32_t)words[i] * SW_WORD;
+        const uint64_t first = block->changed[words[i]];
+        const uint64_t second = first & (first - 1);
+        uint64_t others = second & (second - 1);
+        at[0] = (uint16_t)(origin + trailing_zeros(first));
+        at[1] = (uint16_t)(origin + trailing_zeros(second | UINT64_C(1) << 63));
+        at += 1 + (second != 0);
+        for (; SW_UNLIKELY(others != 0); others &= others - 1) *at++ = (uint16_t)(origin + trailing_zeros(others));
+    }
+    (void)count;
+}
+
+/* Elements that changed in a block. */
+SW_INLINE uint32_t count_changed(const struct block *block, uint32_t num_words) {
+    uint32_t count = 0;
+    for (uint32_t word = 0; word < num_words; word++) count += popcount64(block->changed[word]);
+    return count;
 }
 
 #endif

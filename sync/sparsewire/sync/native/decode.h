@@ -8,6 +8,7 @@
 #define SPARSEWIRE_DECODE_H
 
 #include "classes.h"
+#include "records.h"
 #include "tokens.h"
 
 enum { SW_LIST_GUARD = 64, SW_BODY_PADDING = 64, SW_MAX_PARAMETER = 24 };
@@ -176,18 +177,23 @@ static int64_t read_head(struct decoder *d, const uint8_t *body, uint64_t body_b
     return 0;
 }
 
+/* Points the streams at the padded copy of the body. */
+static void move_streams(struct decoder *d, const uint8_t *body) {
+    const uint8_t **const streams[] = {&d->remainders, &d->unary, &d->signs, &d->states,
+                                       &d->words,      &d->raw,   &d->exceptions, &d->end};
+    for (size_t i = 0; i < sizeof streams / sizeof streams[0]; i++) *streams[i] = d->copy + (*streams[i] - body);
+}
+
 static uint64_t lay_out_decoder(struct decoder *d, uint8_t *base, uint64_t body_bytes, uint64_t num_changed,
                                 uint32_t width) {
     uint64_t used = 0;
     const uint64_t listed = num_changed + (SW_MAX_CLASSES + 1) * SW_LIST_GUARD;
-#define SW_TAKE(field, type, bytes) (d->field = (type)(void *)(base ? base + used : NULL), used += ((bytes) + 127) & ~(uint64_t)63)
-    SW_TAKE(copy, uint8_t *, body_bytes + SW_BODY_PADDING);
-    SW_TAKE(ones, uint32_t *, 4 * (d->num_gaps + 64));
-    SW_TAKE(ranks, uint32_t *, 4 * listed);
-    SW_TAKE(unchanged, uint32_t *, 4 * (d->num_unchanged + 64));
-    SW_TAKE(steps, uint8_t *, width * listed);
-    SW_TAKE(tokens, uint16_t *, 2 * (d->num_wide + 64));
-#undef SW_TAKE
+    SW_TAKE(d->copy, uint8_t *, body_bytes + SW_BODY_PADDING);
+    SW_TAKE(d->ones, uint32_t *, 4 * (d->num_gaps + 64));
+    SW_TAKE(d->ranks, uint32_t *, 4 * listed);
+    SW_TAKE(d->unchanged, uint32_t *, 4 * (d->num_unchanged + 64));
+    SW_TAKE(d->steps, uint8_t *, width * listed);
+    SW_TAKE(d->tokens, uint16_t *, 2 * (d->num_wide + 64));
     return used;
 }
 
@@ -465,7 +471,8 @@ SW_INLINE void find_words(struct targets *targets, const struct block *block, ui
 #endif
 }
 
-SW_INLINE int64_t place_changes(const struct sparsewire_decode *job, struct decoder *d, uint32_t width) {
+SW_INLINE int64_t place_changes(struct decoder *d, const struct segments *segments, struct records *records,
+                                uint32_t width) {
     struct block block;
     struct targets targets;
     struct counts counts;
@@ -475,11 +482,11 @@ SW_INLINE int64_t place_changes(const struct sparsewire_decode *job, struct deco
     memset(&counts, 0, sizeof counts);
     memset(targets.class_of, 0, sizeof targets.class_of);
     for (uint32_t class_ = 0; class_ < d->num_classes; class_++) cursor[class_] = d->entry[class_].first;
-    for (uint64_t segment = 0; segment < job->num_segments; segment++) {
-        const uint64_t size = job->counts[segment];
+    for (uint64_t segment = 0; segment < segments->num; segment++) {
+        const uint64_t size = segment_row(segments, SW_COUNT)[segment];
         const uint64_t num_before = num;
         for (uint64_t at = 0; at < size;) {
-            const uint8_t *old = (const uint8_t *)job->old_bits[segment] + at * width;
+            const uint8_t *old = segment_bits(segments, SW_OLD, segment) + at * width;
             const uint64_t left = size - at;
             uint32_t num_words = left >= SW_BLOCK ? SW_BLOCK_WORDS : (uint32_t)(left / SW_WORD);
             uint64_t taken = (uint64_t)num_words * SW_WORD;
@@ -492,7 +499,7 @@ SW_INLINE int64_t place_changes(const struct sparsewire_decode *job, struct deco
                 taken = left;
                 padding = (uint32_t)(SW_WORD - left);
             }
-            classify_block(&block, &counts, &d->classes, old, num_words, width);
+            classify_block(&block, &counts, &d->classes, old, NULL, num_words, width);
             counts.of[0] -= padding; /* zeros, which every choice of cuts puts into class 0 */
             const uint32_t count = collect_targets(&targets, d, cursor, &counts, width);
             if (count) {
@@ -509,56 +516,50 @@ SW_INLINE int64_t place_changes(const struct sparsewire_decode *job, struct deco
                     block.changed[word] |= UINT64_C(1) << bit;
                     store_element(targets.step_at, word * SW_WORD + bit, load_element(targets.step, i, width), width);
                 }
-                list_changes(&block, num_words);
+                list_changes(&block, num_words, count);
                 for (uint32_t i = 0; i < count; i++) {
                     const uint32_t position = block.at[i];
                     const uint64_t before = load_element(old, position, width);
-                    job->positions[num + i] = (uint32_t)at + position;
-                    store_element(job->old_changed, num + i, before, width);
-                    store_element(job->new_changed, num + i, before + load_element(targets.step_at, position, width), width);
+                    records->positions[num + i] = (uint32_t)at + position;
+                    store_element(records->old, num + i, before, width);
+                    store_element(records->new_, num + i, before + load_element(targets.step_at, position, width), width);
                 }
                 num += count;
             }
             at += taken;
         }
-        job->num_per_segment[segment] = num - num_before;
+        segment_row(segments, SW_NUM_CHANGED)[segment] = num - num_before;
     }
-    if (num != job->num_changed) return SW_WRONG_BASE;
+    uint64_t expected = 0;
+    for (uint32_t class_ = 0; class_ < d->num_classes; class_++) expected += d->entry[class_].num_changed;
+    if (num != expected) return SW_WRONG_BASE;
     for (uint32_t class_ = 0; class_ < d->num_classes; class_++) {
         const struct class_entry *entry = &d->entry[class_];
         if (entry->inverse && entry->num_changed + entry->num_unchanged != counts.of[class_]) return SW_WRONG_BASE;
     }
-    return (int64_t)num;
+    records->num = num;
+    return 0;
 }
 
-SW_INLINE uint64_t count_elements(const struct sparsewire_decode *job) {
+SW_INLINE int64_t decode_segments(struct sparsewire_decode *job, uint32_t width) {
+    const struct segments segments = {job->num_segments, job->table};
+    struct decoder d;
+    struct records records;
     uint64_t num_elements = 0;
-    for (uint64_t segment = 0; segment < job->num_segments; segment++) num_elements += job->counts[segment];
-    return num_elements;
-}
-
-/* Bytes of scratch that decode_body needs for this body, or why it is refused. */
-static int64_t decode_scratch(const struct sparsewire_decode *job) {
-    struct decoder d;
-    const int64_t refused =
-        read_head(&d, job->body, job->body_bytes, job->num_changed, count_elements(job), job->width);
-    if (refused) return refused;
-    return (int64_t)lay_out_decoder(&d, NULL, job->body_bytes, job->num_changed, job->width);
-}
-
-SW_INLINE int64_t decode_body(const struct sparsewire_decode *job, uint32_t width) {
-    struct decoder d;
-    const uint64_t num_elements = count_elements(job);
+    for (uint64_t i = 0; i < segments.num; i++) num_elements += segment_row(&segments, SW_COUNT)[i];
     int64_t refused = read_head(&d, job->body, job->body_bytes, job->num_changed, num_elements, width);
     if (refused) return refused;
-    if (lay_out_decoder(&d, job->scratch, job->body_bytes, job->num_changed, width) > job->scratch_bytes ||
-        job->num_changed + SW_SLACK > job->capacity) {
+    const uint64_t records_bytes =
+        lay_out_records(&records, job->scratch, job->num_changed + SW_SLACK, width, 0);
+    const uint64_t needed = records_bytes + lay_out_decoder(&d, NULL, job->body_bytes, job->num_changed, width);
+    if (needed > job->scratch_bytes) {
+        job->scratch_bytes = needed;
         return SW_TOO_SMALL;
     }
+    lay_out_decoder(&d, job->scratch + records_bytes, job->body_bytes, job->num_changed, width);
     memcpy(d.copy, job->body, job->body_bytes);
     memset(d.copy + job->body_bytes, 0, SW_BODY_PADDING);
-    refused = read_head(&d, d.copy, job->body_bytes, job->num_changed, num_elements, width);
-    if (refused) return refused;
+    move_streams(&d, job->body);
     d.wrong_base = 0;
     if (!read_unary(&d)) return SW_DAMAGED_GAPS;
     read_ranks(&d, num_elements);
@@ -568,7 +569,13 @@ SW_INLINE int64_t decode_body(const struct sparsewire_decode *job, uint32_t widt
     }
     if (!read_unit_steps(&d, width)) return SW_DAMAGED_STEPS;
     if (d.wrong_base) return SW_WRONG_BASE;
-    return place_changes(job, &d, width);
+    refused = place_changes(&d, &segments, &records, width);
+    if (refused) return refused;
+    finish_records(&segments, &records, 1, width);
+    job->indices_at = (uint64_t)((uint8_t *)records.indices - job->scratch);
+    job->old_at = (uint64_t)(records.old - job->scratch);
+    job->new_at = (uint64_t)(records.new_ - job->scratch);
+    return 0;
 }
 
 #endif

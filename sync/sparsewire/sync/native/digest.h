@@ -175,23 +175,4 @@ SW_INLINE struct sums digest_positions(const int64_t *indices, const void *old, 
     return total;
 }
 
-SW_INLINE void finish_segments(const struct sparsewire_finish *job, uint32_t width) {
-    const uint32_t *positions = job->positions;
-    const uint8_t *old = job->old_changed;
-    const uint8_t *new_ = job->new_changed;
-    int64_t *indices = job->indices;
-    for (uint64_t segment = 0; segment < job->num_segments; segment++) {
-        const uint64_t count = job->num_changed[segment];
-        const int64_t start = (int64_t)job->starts[segment];
-        for (uint64_t at = 0; at < count; at++) indices[at] = start + positions[at];
-        const struct sums change = digest_positions(indices, old, new_, count, width);
-        job->digests[2 * segment] = change.a;
-        job->digests[2 * segment + 1] = change.b;
-        positions += count;
-        indices += count;
-        old += count * width;
-        new_ += count * width;
-    }
-}
-
 #endif

@@ -1,15 +1,11 @@
 /* The exported functions: each takes the instruction set to run on, which must be one that the processor has. */
 #include "abi.h"
-#include "decode.h"
-#include "encode.h"
 
 #define SW_EXPORT __attribute__((visibility("default")))
 
 #define SW_DECLARE(level)                                                                                            \
-    int64_t scan_##level(const struct sparsewire_scan *job);                                                         \
-    int64_t encode_##level(const struct sparsewire_encode *job);                                                     \
-    int64_t decode_##level(const struct sparsewire_decode *job);                                                     \
-    int64_t finish_##level(const struct sparsewire_finish *job);                                                     \
+    int64_t encode_##level(struct sparsewire_encode *job);                                                           \
+    int64_t decode_##level(struct sparsewire_decode *job);                                                           \
     int64_t digest_range_##level(uint32_t width, const void *bits, uint64_t count, uint64_t start, uint64_t *digest); \
     int64_t digest_positions_##level(uint32_t width, const int64_t *indices, const void *bits, uint64_t count,       \
                                      uint64_t *digest);                                                              \
@@ -53,22 +49,9 @@ SW_EXPORT int32_t sparsewire_best_isa(void) {
 #endif
 }
 
-SW_EXPORT int64_t sparsewire_scan(int32_t isa, const struct sparsewire_scan *job) { SW_CALL(scan, job) }
+SW_EXPORT int64_t sparsewire_encode(int32_t isa, struct sparsewire_encode *job) { SW_CALL(encode, job) }
 
-SW_EXPORT int64_t sparsewire_encode(int32_t isa, const struct sparsewire_encode *job) { SW_CALL(encode, job) }
-
-/* Bytes of scratch for an encode; the body itself is never longer than that. */
-SW_EXPORT int64_t sparsewire_encode_scratch(uint32_t width, uint64_t num_elements, uint64_t num_changed) {
-    struct encoder e;
-    return (int64_t)lay_out_encoder(&e, NULL, num_elements, num_changed, width);
-}
-
-SW_EXPORT int64_t sparsewire_decode(int32_t isa, const struct sparsewire_decode *job) { SW_CALL(decode, job) }
-
-/* Bytes of scratch for a decode, or why the head of the body is refused. */
-SW_EXPORT int64_t sparsewire_decode_scratch(const struct sparsewire_decode *job) { return decode_scratch(job); }
-
-SW_EXPORT int64_t sparsewire_finish(int32_t isa, const struct sparsewire_finish *job) { SW_CALL(finish, job) }
+SW_EXPORT int64_t sparsewire_decode(int32_t isa, struct sparsewire_decode *job) { SW_CALL(decode, job) }
 
 SW_EXPORT int64_t sparsewire_digest_range(int32_t isa, uint32_t width, const void *bits, uint64_t count, uint64_t start,
                                           uint64_t *digest) {

@@ -6,7 +6,7 @@
 #ifndef SPARSEWIRE_ENCODE_H
 #define SPARSEWIRE_ENCODE_H
 
-#include "classes.h"
+#include "scan.h"
 #include "tokens.h"
 
 /* Elements between the lists of two classes in scratch: whole vectors are stored at the end of a list. */
@@ -58,6 +58,7 @@ struct encoder {
     uint8_t *exceptions;
     uint16_t *words;                   /* filled from its end */
     uint64_t words_capacity;
+    uint8_t *body;                     /* all of the above, assembled */
 };
 
 /* Lays out scratch; returns the bytes used. With `base` NULL it only counts. */
@@ -65,35 +66,34 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
                                 uint32_t width) {
     uint64_t used = 0;
     const uint64_t listed = num_changed + SW_MAX_CLASSES * SW_GUARD + SW_GUARD;
-#define SW_TAKE(field, type, bytes) (e->field = (type)(void *)(base ? base + used : NULL), used += ((bytes) + 127) & ~(uint64_t)63)
-    SW_TAKE(ranks, uint32_t *, 4 * listed);
-    SW_TAKE(steps, uint8_t *, width * listed);
-    SW_TAKE(gaps, uint32_t *, 4 * listed);
-    SW_TAKE(tokens, uint16_t *, 2 * listed);
-    SW_TAKE(frequencies, uint16_t(*)[SW_MAX_TOKENS], 2 * SW_MAX_TOKENS * SW_MAX_CLASSES);
-    SW_TAKE(minus_one, uint8_t *, SW_WORD * 8);
-    SW_TAKE(plus_one, uint8_t *, SW_WORD * 8);
-    SW_TAKE(head, uint8_t *, SW_MAX_HEAD_BYTES);
+    SW_TAKE(e->ranks, uint32_t *, 4 * listed);
+    SW_TAKE(e->steps, uint8_t *, width * listed);
+    SW_TAKE(e->gaps, uint32_t *, 4 * listed);
+    SW_TAKE(e->tokens, uint16_t *, 2 * listed);
+    SW_TAKE(e->frequencies, uint16_t(*)[SW_MAX_TOKENS], 2 * SW_MAX_TOKENS * SW_MAX_CLASSES);
+    SW_TAKE(e->minus_one, uint8_t *, SW_WORD * 8);
+    SW_TAKE(e->plus_one, uint8_t *, SW_WORD * 8);
+    SW_TAKE(e->head, uint8_t *, SW_MAX_HEAD_BYTES);
     /* Rice codes of a class take no more bits than it has elements: parameter 0 reaches that. */
-    SW_TAKE(remainders, uint8_t *, num_elements / 8 + 64);
-    SW_TAKE(unary, uint8_t *, num_elements / 8 + 64);
-    SW_TAKE(signs, uint8_t *, num_changed / 8 + 64);
-    SW_TAKE(raw, uint8_t *, width * num_changed + 64);
-    SW_TAKE(exceptions, uint8_t *, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
-    SW_TAKE(words, uint16_t *, 2 * num_changed + 64);
-#undef SW_TAKE
+    SW_TAKE(e->remainders, uint8_t *, num_elements / 8 + 64);
+    SW_TAKE(e->unary, uint8_t *, num_elements / 8 + 64);
+    SW_TAKE(e->signs, uint8_t *, num_changed / 8 + 64);
+    SW_TAKE(e->raw, uint8_t *, width * num_changed + 64);
+    SW_TAKE(e->exceptions, uint8_t *, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
+    SW_TAKE(e->words, uint16_t *, 2 * num_changed + 64);
     e->words_capacity = num_changed + 32;
+    SW_TAKE(e->body, uint8_t *, used);
     return used;
 }
 
 /* Sorts ranks and steps by class, each class in the order of the records. */
-SW_INLINE void distribute(struct encoder *e, const struct sparsewire_encode *job, uint32_t width) {
-    const uint64_t num = job->num_changed;
-    const uint8_t *old = job->old_changed;
-    const uint8_t *new_ = job->new_changed;
+SW_INLINE void distribute(struct encoder *e, const struct records *records, uint32_t num_classes, uint32_t width) {
+    const uint64_t num = records->num;
+    const uint8_t *old = records->old;
+    const uint8_t *new_ = records->new_;
     uint64_t counted[4][256];
     memset(counted, 0, sizeof counted);
-    for (uint64_t i = 0; i < num; i++) counted[i & 3][job->classes[i]]++;
+    for (uint64_t i = 0; i < num; i++) counted[i & 3][records->classes[i]]++;
     uint64_t next[SW_MAX_CLASSES];
     uint64_t first = 0;
     for (uint32_t class_ = 0; class_ < SW_MAX_CLASSES; class_++) {
@@ -102,19 +102,20 @@ SW_INLINE void distribute(struct encoder *e, const struct sparsewire_encode *job
         first += e->num[class_] + SW_GUARD;
     }
     uint64_t done = 0;
+    (void)num_classes;
 #if defined(SW_AVX512)
     /* A batch of records stays in the level-1 cache while every class picks its own out of it. */
     enum { BATCH = 1024 };
     for (; done + 16 <= num;) {
         const uint64_t stop = num - done >= BATCH ? done + BATCH : done + ((num - done) & ~UINT64_C(15));
-        for (uint32_t class_ = 0; class_ <= job->num_cuts; class_++) {
+        for (uint32_t class_ = 0; class_ < num_classes; class_++) {
             if (!e->num[class_]) continue;
             uint64_t to = next[class_];
             const __m128i wanted = _mm_set1_epi8((char)class_);
             for (uint64_t i = done; i < stop; i += 16) {
                 const __mmask16 mine =
-                    _mm_cmpeq_epi8_mask(_mm_loadu_si128((const __m128i *)(job->classes + i)), wanted);
-                _mm512_storeu_si512(e->ranks + to, _mm512_maskz_compress_epi32(mine, _mm512_loadu_si512(job->ranks + i)));
+                    _mm_cmpeq_epi8_mask(_mm_loadu_si128((const __m128i *)(records->classes + i)), wanted);
+                _mm512_storeu_si512(e->ranks + to, _mm512_maskz_compress_epi32(mine, _mm512_loadu_si512(records->ranks + i)));
                 const uint8_t *x = old + i * width;
                 const uint8_t *y = new_ + i * width;
                 uint8_t *steps = e->steps + to * width;
@@ -149,8 +150,8 @@ SW_INLINE void distribute(struct encoder *e, const struct sparsewire_encode *job
     }
 #endif
     for (; done < num; done++) {
-        const uint64_t to = next[job->classes[done]]++;
-        e->ranks[to] = job->ranks[done];
+        const uint64_t to = next[records->classes[done]]++;
+        e->ranks[to] = records->ranks[done];
         store_element(e->steps, to, load_element(new_, done, width) - load_element(old, done, width), width);
     }
 }
@@ -359,90 +360,116 @@ SW_INLINE uint8_t *put_block(uint8_t *to, const void *from, uint64_t bytes) {
     return to + bytes;
 }
 
-SW_INLINE int64_t encode_body(const struct sparsewire_encode *job, uint32_t width) {
-    struct encoder e;
-    struct classes classes;
-    uint64_t num_elements = 0;
-    const uint32_t num_classes = job->num_cuts + 1;
-    if (!prepare_classes(&classes, job->cuts, job->num_cuts)) return SW_DAMAGED_HEAD;
-    for (uint32_t class_ = 0; class_ < SW_MAX_CLASSES; class_++) num_elements += job->class_sizes[class_];
-    if (lay_out_encoder(&e, job->scratch, num_elements, job->num_changed, width) > job->scratch_bytes) return SW_TOO_SMALL;
-    e.num_tokens = 0;
-    distribute(&e, job, width);
+/* Writes the body of `records` to scratch; returns its length. */
+SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, const struct counts *sizes,
+                              const uint8_t *cuts, uint32_t num_classes, uint32_t width) {
+    e->num_tokens = 0;
+    distribute(e, records, num_classes, width);
     for (uint32_t i = 0; i < SW_WORD; i++) {
-        store_element(e.minus_one, i, ~UINT64_C(0), width);
-        store_element(e.plus_one, i, 1, width);
+        store_element(e->minus_one, i, ~UINT64_C(0), width);
+        store_element(e->plus_one, i, 1, width);
     }
-    uint8_t *head = e.head;
+    uint8_t *head = e->head;
     *head++ = 0;
     *head++ = (uint8_t)num_classes;
-    head = put_block(head, job->cuts, job->num_cuts);
-    struct bit_writer remainders = {e.remainders, 0, 0};
-    struct bit_writer unary = {e.unary, 0, 0};
-    struct bit_writer signs = {e.signs, 0, 0};
-    struct bit_writer raw = {e.raw, 0, 0};
-    uint8_t *exceptions = e.exceptions;
+    head = put_block(head, cuts, num_classes - 1);
+    struct bit_writer remainders = {e->remainders, 0, 0};
+    struct bit_writer unary = {e->unary, 0, 0};
+    struct bit_writer signs = {e->signs, 0, 0};
+    struct bit_writer raw = {e->raw, 0, 0};
+    uint8_t *exceptions = e->exceptions;
     uint32_t any_wide = 0;
     for (uint32_t class_ = 0; class_ < num_classes; class_++) {
-        const uint64_t num = e.num[class_];
-        const uint64_t unchanged = job->class_sizes[class_] - num;
-        e.is_wide[class_] = 0;
-        e.first_token[class_] = e.first_token[class_ + 1] = e.num_tokens;
+        const uint64_t num = e->num[class_];
+        const uint64_t unchanged = sizes->of[class_] - num;
+        e->is_wide[class_] = 0;
+        e->first_token[class_] = e->first_token[class_ + 1] = e->num_tokens;
         head = put_varint(head, num);
         if (!num) continue;
         const uint32_t inverse = 8 * unchanged < 5 * num;
-        const uint32_t *ranks = e.ranks + e.first[class_];
+        const uint32_t *ranks = e->ranks + e->first[class_];
         const uint64_t num_gaps =
-            inverse ? inverse_gaps(e.gaps, ranks, num, job->class_sizes[class_]) : plain_gaps(e.gaps, ranks, num);
+            inverse ? inverse_gaps(e->gaps, ranks, num, sizes->of[class_]) : plain_gaps(e->gaps, ranks, num);
         uint32_t num_zeros;
-        const uint32_t r = choose_parameter(e.gaps, num_gaps, &num_zeros);
-        put_remainders(&remainders, e.gaps, num_gaps, r);
-        put_unary(&unary, e.gaps, num_gaps, r);
+        const uint32_t r = choose_parameter(e->gaps, num_gaps, &num_zeros);
+        put_remainders(&remainders, e->gaps, num_gaps, r);
+        put_unary(&unary, e->gaps, num_gaps, r);
         const uint64_t limit = num / 256 > 2 ? num / 256 : 2;
-        const uint64_t num_exceptions = count_exceptions(&e, e.first[class_], num, limit, width);
+        const uint64_t num_exceptions = count_exceptions(e, e->first[class_], num, limit, width);
         const uint32_t wide = num_exceptions > 2 && 256 * num_exceptions > num;
         *head++ = (uint8_t)(r | inverse << 5 | wide << 6 | (uint32_t)(!wide && num_exceptions) << 7);
         if (inverse) head = put_varint(head, unchanged);
         if (wide) {
-            e.is_wide[class_] = 1;
+            e->is_wide[class_] = 1;
             any_wide = 1;
-            head = put_wide_steps(&e, class_, &raw, head, width);
-            e.first_token[class_ + 1] = e.num_tokens;
+            head = put_wide_steps(e, class_, &raw, head, width);
+            e->first_token[class_ + 1] = e->num_tokens;
         } else {
             if (num_exceptions) head = put_varint(head, num_exceptions);
-            exceptions = put_unit_steps(&e, e.first[class_], num, &signs, exceptions, width);
+            exceptions = put_unit_steps(e, e->first[class_], num, &signs, exceptions, width);
         }
     }
-    const uint64_t remainder_bytes = close_bits(&remainders, e.remainders);
-    const uint64_t unary_bytes = close_bits(&unary, e.unary);
-    const uint64_t sign_bytes = close_bits(&signs, e.signs);
-    const uint64_t raw_bytes = close_bits(&raw, e.raw);
-    const uint64_t exception_bytes = (uint64_t)(exceptions - e.exceptions);
+    const uint64_t remainder_bytes = close_bits(&remainders, e->remainders);
+    const uint64_t unary_bytes = close_bits(&unary, e->unary);
+    const uint64_t sign_bytes = close_bits(&signs, e->signs);
+    const uint64_t raw_bytes = close_bits(&raw, e->raw);
+    const uint64_t exception_bytes = (uint64_t)(exceptions - e->exceptions);
     uint32_t states[SW_STATES];
-    const uint16_t *words = e.words + e.words_capacity;
+    const uint16_t *words = e->words + e->words_capacity;
     head = put_varint(head, unary_bytes);
     if (any_wide) {
-        words = put_tokens(&e, num_classes, states);
-        head = put_varint(head, (uint64_t)(e.words + e.words_capacity - words));
+        words = put_tokens(e, num_classes, states);
+        head = put_varint(head, (uint64_t)(e->words + e->words_capacity - words));
         head = put_varint(head, raw_bytes);
     }
-    const uint64_t head_bytes = (uint64_t)(head - e.head);
-    const uint64_t word_bytes = 2 * (uint64_t)(e.words + e.words_capacity - words);
+    const uint64_t head_bytes = (uint64_t)(head - e->head);
+    const uint64_t word_bytes = 2 * (uint64_t)(e->words + e->words_capacity - words);
     const uint64_t token_bytes = any_wide ? sizeof states + word_bytes : 0;
     const uint64_t total =
         head_bytes + remainder_bytes + unary_bytes + sign_bytes + token_bytes + raw_bytes + exception_bytes;
-    if (total > job->body_bytes) return SW_TOO_SMALL;
-    uint8_t *to = put_block(job->body, e.head, head_bytes);
-    to = put_block(to, e.remainders, remainder_bytes);
-    to = put_block(to, e.unary, unary_bytes);
-    to = put_block(to, e.signs, sign_bytes);
+    uint8_t *to = put_block(e->body, e->head, head_bytes);
+    to = put_block(to, e->remainders, remainder_bytes);
+    to = put_block(to, e->unary, unary_bytes);
+    to = put_block(to, e->signs, sign_bytes);
     if (any_wide) {
         to = put_block(to, states, sizeof states);
         to = put_block(to, words, word_bytes);
     }
-    to = put_block(to, e.raw, raw_bytes);
-    put_block(to, e.exceptions, exception_bytes);
-    return (int64_t)total;
+    to = put_block(to, e->raw, raw_bytes);
+    put_block(to, e->exceptions, exception_bytes);
+    return total;
+}
+
+SW_INLINE int64_t encode_segments(struct sparsewire_encode *job, uint32_t width) {
+    const struct segments segments = {job->num_segments, job->table};
+    struct classes classes;
+    struct records records;
+    struct counts sizes;
+    struct encoder e;
+    uint64_t num_elements = 0;
+    if (!prepare_classes(&classes, job->cuts, job->num_cuts)) return SW_DAMAGED_HEAD;
+    for (uint64_t i = 0; i < segments.num; i++) num_elements += segment_row(&segments, SW_COUNT)[i];
+    if (num_elements > SW_MAX_ELEMENTS) return SW_DAMAGED_HEAD;
+    const uint64_t capacity = records_capacity(&segments, job->crowded);
+    const uint64_t records_bytes = lay_out_records(&records, job->scratch, capacity, width, 1);
+    const uint64_t needed = records_bytes + lay_out_encoder(&e, NULL, num_elements, capacity, width);
+    if (needed > job->scratch_bytes) {
+        job->scratch_bytes = needed;
+        return SW_TOO_SMALL;
+    }
+    scan_segments(&segments, &records, &sizes, &classes, job->crowded, width);
+    finish_records(&segments, &records, 0, width);
+    job->num_changed = records.num;
+    job->indices_at = (uint64_t)((uint8_t *)records.indices - job->scratch);
+    job->old_at = (uint64_t)(records.old - job->scratch);
+    job->new_at = (uint64_t)(records.new_ - job->scratch);
+    job->body_at = job->body_bytes = 0;
+    if (records.num) {
+        lay_out_encoder(&e, job->scratch + records_bytes, num_elements, records.num, width);
+        job->body_bytes = write_body(&e, &records, &sizes, job->cuts, classes.num_classes, width);
+        job->body_at = (uint64_t)(e.body - job->scratch);
+    }
+    return 0;
 }
 
 #endif

@@ -8,7 +8,6 @@
 #include "digest.h"
 #include "encode.h"
 #include "platform.h"
-#include "scan.h"
 
 #define SW_JOIN_(a, b) a##_##b
 #define SW_JOIN(a, b) SW_JOIN_(a, b)
@@ -24,23 +23,9 @@
     default: return SW_UNSUPPORTED;                    \
     }
 
-int64_t SW_NAME(scan)(const struct sparsewire_scan *job) { SW_BY_WIDTH(job->width, scan_segments(job, w)) }
+int64_t SW_NAME(encode)(struct sparsewire_encode *job) { SW_BY_WIDTH(job->width, encode_segments(job, w)) }
 
-int64_t SW_NAME(encode)(const struct sparsewire_encode *job) { SW_BY_WIDTH(job->width, encode_body(job, w)) }
-
-int64_t SW_NAME(decode)(const struct sparsewire_decode *job) { SW_BY_WIDTH(job->width, decode_body(job, w)) }
-
-static int64_t finish(const struct sparsewire_finish *job, uint32_t width) {
-    switch (width) {
-    case 1: finish_segments(job, 1); return 0;
-    case 2: finish_segments(job, 2); return 0;
-    case 4: finish_segments(job, 4); return 0;
-    case 8: finish_segments(job, 8); return 0;
-    default: return SW_UNSUPPORTED;
-    }
-}
-
-int64_t SW_NAME(finish)(const struct sparsewire_finish *job) { return finish(job, job->width); }
+int64_t SW_NAME(decode)(struct sparsewire_decode *job) { SW_BY_WIDTH(job->width, decode_segments(job, w)) }
 
 SW_INLINE int64_t store_sums(struct sums sums, uint64_t *digest) {
     digest[0] = sums.a;
@@ -80,6 +65,8 @@ SW_INLINE int64_t compare_arrays(const uint8_t *old, const uint8_t *new_, uint64
     int64_t num_changed = 0;
     uint64_t at = 0;
     for (; at + SW_WORD <= count; at += SW_WORD) {
+        prefetch_word(old + at * width, width);
+        prefetch_word(new_ + at * width, width);
         num_changed += popcount64(changed_in_word(old + at * width, new_ + at * width, width));
     }
     for (; at < count; at++) num_changed += load_element(old, at, width) != load_element(new_, at, width);

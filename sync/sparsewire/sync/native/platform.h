@@ -86,19 +86,18 @@ SW_INLINE uint32_t select64(uint64_t word, uint32_t number) {
 #if defined(__BMI2__)
     return trailing_zeros(_pdep_u64(UINT64_C(1) << number, word));
 #else
-    /* Byte-wise running counts find the byte; at most seven bits are then taken off it. */
+    /* Vigna 2008, Broadword implementation of rank/select queries: running counts by byte find the byte, then the bit. */
+    const uint64_t ones = UINT64_C(0x0101010101010101), tops = UINT64_C(0x8080808080808080);
     uint64_t counts = word - ((word >> 1) & 0x5555555555555555u);
     counts = (counts & 0x3333333333333333u) + ((counts >> 2) & 0x3333333333333333u);
-    counts = ((counts + (counts >> 4)) & 0x0F0F0F0F0F0F0F0Fu) * 0x0101010101010101u;
-    uint32_t byte = 0;
-    uint32_t before = 0;
-    while ((uint8_t)(counts >> (8 * byte)) <= number) {
-        before = (uint8_t)(counts >> (8 * byte));
-        byte++;
-    }
-    uint32_t rest = (uint8_t)(word >> (8 * byte));
-    for (number -= before; number; number--) rest &= rest - 1;
-    return 8 * byte + trailing_zeros(rest);
+    counts = ((counts + (counts >> 4)) & 0x0F0F0F0F0F0F0F0Fu) * ones;
+    const uint32_t byte = (uint32_t)(((((number * ones | tops) - counts) & tops) >> 7) * ones >> 56) * 8;
+    const uint32_t rest = number - (uint32_t)((counts << 8) >> byte & 0xFF);
+    /* Bit i of the byte to byte i: any bit, then one, then counted as before. */
+    uint64_t bits = ((word >> byte & 0xFF) * ones) & UINT64_C(0x8040201008040201);
+    bits = ((((bits | tops) - ones) | bits) & tops) >> 7;
+    counts = bits * ones;
+    return byte + (uint32_t)(((((rest * ones | tops) - counts) & tops) >> 7) * ones >> 56);
 #endif
 }
 

@@ -7,63 +7,58 @@
 #define SPARSEWIRE_SCAN_H
 
 #include "classes.h"
+#include "records.h"
 
 /* Words a block: old, new, masks and lists of a block together stay in a level-1 cache of 48 KiB. */
 enum { SW_SCAN_WORDS = 32 };
 
-/* Appends the changes of a block from record number `num` on; returns how many. `changed` of the block is filled. */
-SW_INLINE uint32_t record_changes(const struct sparsewire_scan *job, struct block *block, const uint8_t *old,
-                                  const uint8_t *new_, uint32_t num_words, uint64_t origin, uint64_t num,
-                                  uint32_t width) {
-    const uint32_t count = list_changes(block, num_words);
+/* Appends the changes of a block, whose `changed` is filled; returns how many. */
+SW_INLINE uint32_t record_changes(struct records *records, struct block *block, const uint8_t *old, const uint8_t *new_,
+                                  uint32_t num_words, uint64_t origin, uint32_t width) {
+    const uint32_t count = count_changed(block, num_words);
+    const uint64_t num = records->num;
+    list_changes(block, num_words, count);
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t position = block->at[i];
-        job->positions[num + i] = (uint32_t)origin + position;
-        job->ranks[num + i] = rank_of(block, position);
-        job->classes[num + i] = block->class_of[position];
-        store_element(job->old_changed, num + i, load_element(old, position, width), width);
-        store_element(job->new_changed, num + i, load_element(new_, position, width), width);
+        records->positions[num + i] = (uint32_t)origin + position;
+        records->ranks[num + i] = rank_of(block, position);
+        records->classes[num + i] = block->class_of[position];
+        store_element(records->old, num + i, load_element(old, position, width), width);
+        store_element(records->new_, num + i, load_element(new_, position, width), width);
     }
+    records->num = num + count;
     return count;
 }
 
-/* Compares the words of a block into `changed`; returns the number of changes. */
-SW_INLINE uint32_t compare_block(struct block *block, const uint8_t *old, const uint8_t *new_, uint32_t num_words,
-                                 uint32_t width) {
-    uint32_t count = 0;
-    const size_t word_bytes = (size_t)SW_WORD * width;
-    for (uint32_t word = 0; word < num_words; word++) {
-        const uint8_t *x = old + word * word_bytes;
-        const uint8_t *y = new_ + word * word_bytes;
-        for (size_t line = 0; line < word_bytes; line += 64) {
-            __builtin_prefetch(x + SW_SCAN_WORDS * word_bytes + line);
-            __builtin_prefetch(y + SW_SCAN_WORDS * word_bytes + line);
-        }
-        block->changed[word] = changed_in_word(x, y, width);
-        count += popcount64(block->changed[word]);
+/* Elements that the records must have room for: those of segments that are taken anyway, else what is not crowded. */
+static uint64_t records_capacity(const struct segments *segments, uint64_t crowded) {
+    uint64_t capacity = SW_SLACK;
+    for (uint64_t segment = 0; segment < segments->num; segment++) {
+        const uint64_t count = segment_row(segments, SW_COUNT)[segment];
+        const uint64_t wish = segment_row(segments, SW_MODE)[segment];
+        capacity += wish == SW_SKIP ? 0 : wish == SW_CLASSED ? count : count / crowded + 1;
     }
-    return count;
+    return capacity;
 }
 
-SW_INLINE int64_t scan_segments(const struct sparsewire_scan *job, uint32_t width) {
-    struct classes classes;
+/* Fills records, the outcome of each segment, and the number of elements of every class in classed segments. */
+SW_INLINE void scan_segments(const struct segments *segments, struct records *records, struct counts *counts,
+                             const struct classes *classes, uint64_t crowded_share, uint32_t width) {
     struct block block;
-    struct counts counts;
     uint8_t tail[2][SW_WORD * 8];
-    uint64_t num = 0;
-    memset(&counts, 0, sizeof counts);
-    if (!prepare_classes(&classes, job->cuts, job->num_cuts)) return SW_DAMAGED_HEAD;
-    for (uint64_t segment = 0; segment < job->num_segments; segment++) {
-        const uint8_t wish = job->modes[segment];
-        const uint64_t size = job->counts[segment];
-        const struct counts counts_before = counts;
-        const uint64_t num_before = num;
+    memset(counts, 0, sizeof *counts);
+    for (uint64_t segment = 0; segment < segments->num; segment++) {
+        uint64_t *const mode = &segment_row(segments, SW_MODE)[segment];
+        const uint64_t size = segment_row(segments, SW_COUNT)[segment];
+        const struct counts counts_before = *counts;
+        const uint64_t num_before = records->num;
         uint64_t num_changed = 0;
         int crowded = 0;
-        if (wish == SW_SKIP) continue;
+        segment_row(segments, SW_NUM_CHANGED)[segment] = 0;
+        if (*mode == SW_SKIP) continue;
         for (uint64_t at = 0; at < size;) {
-            const uint8_t *old = (const uint8_t *)job->old_bits[segment] + at * width;
-            const uint8_t *new_ = (const uint8_t *)job->new_bits[segment] + at * width;
+            const uint8_t *old = segment_bits(segments, SW_OLD, segment) + at * width;
+            const uint8_t *new_ = segment_bits(segments, SW_NEW, segment) + at * width;
             const uint64_t left = size - at;
             uint32_t num_words = left >= SW_SCAN_WORDS * SW_WORD ? SW_SCAN_WORDS : (uint32_t)(left / SW_WORD);
             uint64_t taken = (uint64_t)num_words * SW_WORD;
@@ -78,25 +73,26 @@ SW_INLINE int64_t scan_segments(const struct sparsewire_scan *job, uint32_t widt
                 taken = left;
                 padding = (uint32_t)(SW_WORD - left);
             }
-            num_changed += compare_block(&block, old, new_, num_words, width);
-            crowded |= wish == SW_AUTO && num_changed * job->crowded > size;
-            if (!crowded) {
-                if (SW_UNLIKELY(num + SW_SLACK > job->capacity)) return SW_TOO_SMALL;
-                classify_block(&block, &counts, &classes, old, num_words, width);
-                counts.of[0] -= padding; /* zeros, which every choice of cuts puts into class 0 */
-                num += record_changes(job, &block, old, new_, num_words, at, num, width);
+            if (crowded) {
+                for (uint32_t word = 0; word < num_words; word++) {
+                    compare_word(&block, old + (size_t)word * SW_WORD * width, new_, word, width);
+                }
+                num_changed += count_changed(&block, num_words);
+            } else {
+                classify_block(&block, counts, classes, old, new_, num_words, width);
+                counts->of[0] -= padding; /* zeros, which every choice of cuts puts into class 0 */
+                num_changed += record_changes(records, &block, old, new_, num_words, at, width);
+                crowded = *mode == SW_AUTO && num_changed * crowded_share > size;
             }
             at += taken;
         }
-        job->num_changed[segment] = num_changed;
-        job->modes[segment] = crowded ? SW_CROWDED : num_changed ? SW_CLASSED : SW_UNCHANGED;
+        segment_row(segments, SW_NUM_CHANGED)[segment] = num_changed;
+        *mode = crowded ? SW_CROWDED : num_changed ? SW_CLASSED : SW_UNCHANGED;
         if (crowded || !num_changed) {
-            counts = counts_before;
-            num = num_before;
+            *counts = counts_before;
+            records->num = num_before;
         }
     }
-    for (uint32_t class_ = 0; class_ < SW_MAX_CLASSES; class_++) job->class_sizes[class_] = counts.of[class_];
-    return (int64_t)num;
 }
 
 #endif
