@@ -15,25 +15,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from sparsewire.sync.codec.classed import ParsedBody, encode_classed, parse_classed, rebuild
 from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, parse_chunk, seal
 from sparsewire.sync.codec.cuts import fit_partition
 from sparsewire.sync.codec.dense import decode_dense, encode_dense
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
-from sparsewire.sync.codec.sparse import SparseStreams, encode_sparse, estimate_sparse_size, parse_sparse
+from sparsewire.sync.codec.reference import Reference, join_bits
+from sparsewire.sync.codec.sparse import encode_sparse, estimate_sparse_size, parse_sparse
 from sparsewire.sync.delta import TensorPatch, changed_positions
 from sparsewire.sync.digest import ZERO, TensorDigest, digest_at, digest_bits
 from sparsewire.sync.errors import DamagedError, WrongBaseError
+from sparsewire.sync.native import Found, Kernel, NativeDecoding, NativeEncoding, Wish, kernel
 from sparsewire.sync.types import Bits, Dtype, Indices, Schema
 
-SURELY_SPARSE_DENSITY = 1 / 8
-"""Below this share of changed elements dense is larger for any new bits that are not trivial, and is not tried."""
-
-_Item = TypeVar("_Item")
+CROWDED = 8
+"""A segment is tried as dense when more than one element in so many changed; below, dense is larger unless its new bits are
+trivial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,37 +84,13 @@ def encode_chunk(
     """
     _check_input(dtype, segments, old, new)
     if old is None:
-        patches = [_dense_patch(s, None, bits) for s, bits in zip(segments, new, strict=True)]
-        return _seal(dtype, segments, [Mode.DENSE] * len(segments), patches, num_changed=sum(map(len, new)))
-    positions = [changed_positions(before, after) for before, after in zip(old, new, strict=True)]
-    modes = [_mode(profile, *change) for change in zip(positions, old, new, strict=True)]
-    patches = []
-    for segment, mode, changed, before, after in zip(segments, modes, positions, old, new, strict=True):
-        if mode is Mode.DENSE:
-            patches.append(_dense_patch(segment, before, after))
-        elif mode is profile.mode:
-            patches.append(_sparse_patch(segment, changed, before[changed], after[changed]))
-    changes = b""
-    if profile.mode in modes:
-        joint = _join_positions(_of(profile.mode, modes, segments), _of(profile.mode, modes, positions))
-        undo = _join([p.undo for p in patches if p.indices is not None and p.undo is not None])
-        values = _join([p.values for p in patches if p.indices is not None])
-        if profile is Profile.BASE_FREE:
-            changes = encode_sparse(dtype, joint, undo, values)
-        else:
-            before_parts = _of(profile.mode, modes, old)
-            if cuts is None:
-                cuts = fit_partition(before_parts, _of(profile.mode, modes, new)).cuts
-            changes = encode_classed(_join(before_parts), joint, values - undo, cuts)
-    return _seal(
-        dtype,
-        segments,
-        modes,
-        patches,
-        changes=changes,
-        cuts=cuts if Mode.CLASSED in modes else None,
-        num_changed=sum(map(len, positions)),
-    )
+        whole = [_dense_patch(s, None, bits) for s, bits in zip(segments, new, strict=True)]
+        return _seal(dtype, segments, [Mode.DENSE] * len(segments), whole, num_changed=sum(map(len, new)))
+    if not segments:
+        return _seal(dtype, segments, [], [], num_changed=0)
+    if profile is Profile.BASE_FREE:
+        return _encode_base_free(dtype, segments, old, new)
+    return _encode_classed(dtype, segments, old, new, cuts)
 
 
 def decode_chunk(
@@ -134,21 +110,21 @@ def decode_chunk(
     chunk = parse_chunk(payload)
     if schema is not None:
         _check_schema(chunk, schema)
-    # The streams are read before the base, so that what is wrong with the bytes is said to be damage.
-    streams = _parse_changes(chunk)
+    # The dense body is read before the base, so that what is wrong with the bytes is said to be damage.
     dense = _parse_dense(chunk)
     bases = _fetch_bases(chunk, base)
-    coded = iter(_rebuild(chunk, streams, bases))
+    coded, digests = _decode_changes(chunk, bases)
     patches = []
     at = 0
+    rest = iter(coded)
     for number, (segment, mode) in enumerate(zip(chunk.segments, chunk.modes, strict=True)):
         if mode is Mode.DENSE:
             undo = None if chunk.is_anchor else bases[number].copy()
             patches.append(_dense_patch(segment, undo, dense[at : at + segment.count]))
             at += segment.count
         elif mode is not Mode.UNCHANGED:
-            patches.append(next(coded))
-    changes = _digest_changes(patches)
+            patches.append(next(rest))
+    changes = _digest_changes(patches, digests)
     found = sum(changes.values(), ZERO)
     if found != chunk.check:
         if chunk.is_anchor:
@@ -178,17 +154,93 @@ def _check_input(dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits] 
                 )
 
 
-def _mode(profile: Profile, positions: Indices, old: Bits, new: Bits) -> Mode:
-    """Return the mode in which one segment is smallest."""
-    if not len(positions):
-        return Mode.UNCHANGED
-    if len(positions) <= SURELY_SPARSE_DENSITY * len(old):
-        return profile.mode
-    if profile is Profile.CLASSED:
-        size = fit_partition([old], [new]).num_bits / 8
-    else:
-        size = estimate_sparse_size(Dtype.of(old.dtype), positions, old[positions], new[positions])
-    return Mode.DENSE if len(encode_dense(new)) < size else profile.mode
+def _encode_base_free(
+    dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits], new: Sequence[Bits]
+) -> EncodedChunk:
+    modes, patches, joint = [], [], []
+    offset = num_changed = 0
+    for segment, before, after in zip(segments, old, new, strict=True):
+        positions = changed_positions(before, after)
+        num_changed += len(positions)
+        patch = _sparse_patch(segment, positions + segment.start, before[positions], after[positions])
+        if not len(positions):
+            modes.append(Mode.UNCHANGED)
+        elif CROWDED * len(positions) > segment.count and len(encode_dense(after)) < estimate_sparse_size(
+            dtype, positions, before[positions], after[positions]
+        ):
+            modes.append(Mode.DENSE)
+            patches.append(_dense_patch(segment, before, after))
+        else:
+            modes.append(Mode.SPARSE)
+            patches.append(patch)
+            joint.append(positions + offset)
+            offset += segment.count
+    sparse = [patch for patch in patches if patch.indices is not None]
+    changes = b""
+    if sparse:
+        undo = join_bits([patch.undo for patch in sparse if patch.undo is not None])
+        changes = encode_sparse(dtype, np.concatenate(joint), undo, join_bits([patch.values for patch in sparse]))
+    return _seal(dtype, segments, modes, patches, changes=changes, num_changed=num_changed)
+
+
+def _encode_classed(
+    dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits], new: Sequence[Bits], cuts: bytes | None
+) -> EncodedChunk:
+    coder = _coder()
+    old, new = ([np.ascontiguousarray(bits) for bits in arrays] for arrays in (old, new))
+    starts = [segment.start for segment in segments]
+    used = fit_partition(old, new).cuts if cuts is None else cuts
+    encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED)
+    num_changed = int(encoding.num_changed.sum())
+    crowded = np.flatnonzero(encoding.found == Found.CROWDED).tolist()
+    wishes = [Wish.AUTO] * len(segments)
+    for number in crowded:
+        estimate = fit_partition([old[number]], [new[number]]).num_bits / 8
+        wishes[number] = Wish.SKIP if len(encode_dense(new[number])) < estimate else Wish.CLASSED
+    rest = [number for number, wish in enumerate(wishes) if wish is not Wish.SKIP]
+    if rest and (Wish.CLASSED in wishes or (crowded and cuts is None)):
+        if cuts is None:
+            used = fit_partition([old[number] for number in rest], [new[number] for number in rest]).cuts
+        encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED, wishes=wishes)
+    found = encoding.found
+    modes = [
+        Mode.UNCHANGED if what == Found.UNCHANGED else Mode.CLASSED if what == Found.CLASSED else Mode.DENSE
+        for what in found.tolist()
+    ]
+    classed = [segment for segment, mode in zip(segments, modes, strict=True) if mode is Mode.CLASSED]
+    coded = iter(_split(classed, encoding.num_changed[found == Found.CLASSED], encoding))
+    patches = []
+    for segment, mode, before, after in zip(segments, modes, old, new, strict=True):
+        if mode is Mode.DENSE:
+            patches.append(_dense_patch(segment, before, after))
+        elif mode is Mode.CLASSED:
+            patches.append(next(coded))
+    return _seal(
+        dtype,
+        segments,
+        modes,
+        patches,
+        digests=encoding.digests[found == Found.CLASSED],
+        changes=encoding.body,
+        cuts=used if classed else None,
+        num_changed=num_changed,
+    )
+
+
+def _coder() -> Kernel | Reference:
+    native = kernel()
+    return Reference() if native is None else native
+
+
+def _split(
+    segments: Sequence[Segment], num_changed: npt.NDArray[np.uint64], coded: NativeEncoding | NativeDecoding
+) -> list[TensorPatch]:
+    """Return the patch of each segment out of those of all of them, one after the other."""
+    ends = np.cumsum(num_changed, dtype=np.int64).tolist()
+    return [
+        _sparse_patch(segment, coded.indices[a:b], coded.old[a:b], coded.new[a:b])
+        for segment, (a, b) in zip(segments, pairwise([0, *ends]), strict=True)
+    ]
 
 
 def _dense_patch(segment: Segment, undo: Bits | None, values: Bits) -> TensorPatch:
@@ -197,12 +249,12 @@ def _dense_patch(segment: Segment, undo: Bits | None, values: Bits) -> TensorPat
     )
 
 
-def _sparse_patch(segment: Segment, positions: Indices, undo: Bits, values: Bits) -> TensorPatch:
+def _sparse_patch(segment: Segment, indices: Indices, undo: Bits, values: Bits) -> TensorPatch:
     return TensorPatch(
         tensor=segment.tensor,
         start=segment.start,
         count=segment.count,
-        indices=positions + segment.start,
+        indices=indices,
         values=values,
         undo=undo,
     )
@@ -215,11 +267,12 @@ def _seal(
     patches: Sequence[TensorPatch],
     *,
     num_changed: int,
+    digests: npt.NDArray[np.uint64] | None = None,
     changes: bytes = b"",
     cuts: bytes | None = None,
 ) -> EncodedChunk:
     dense = [patch.values for patch in patches if patch.indices is None]
-    digest_changes = _digest_changes(patches)
+    digest_changes = _digest_changes(patches, digests)
     payload = seal(
         dtype=dtype,
         is_anchor=any(patch.undo is None for patch in patches),
@@ -227,7 +280,7 @@ def _seal(
         modes=modes,
         num_changed=sum(patch.num_changed for patch in patches if patch.indices is not None),
         changes=changes,
-        dense=encode_dense(_join(dense)) if dense else b"",
+        dense=encode_dense(join_bits(dense)) if dense else b"",
         check=sum(digest_changes.values(), ZERO),
     )
     return EncodedChunk(
@@ -235,31 +288,20 @@ def _seal(
     )
 
 
-def _of(mode: Mode, modes: Sequence[Mode], items: Sequence[_Item]) -> list[_Item]:
-    return [item for item, its in zip(items, modes, strict=True) if its is mode]
-
-
-def _join(parts: Sequence[Bits]) -> Bits:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _join_positions(segments: Sequence[Segment], positions: Sequence[Indices]) -> Indices:
-    """Return positions within each segment as positions in the space of all of them, end to end."""
-    starts = np.cumsum([0, *(segment.count for segment in segments[:-1])])
-    return np.concatenate([part + start for part, start in zip(positions, starts, strict=True)])
-
-
-def _digest_changes(patches: Sequence[TensorPatch]) -> dict[int, TensorDigest]:
+def _digest_changes(patches: Sequence[TensorPatch], digests: npt.NDArray[np.uint64] | None) -> dict[int, TensorDigest]:
+    """Return what the patches add to the digests of tensors; `digests` has it of each sparse one where it is known."""
     changes: dict[int, TensorDigest] = {}
+    known = None if digests is None else iter(digests.tolist())
     for patch in patches:
         if patch.indices is None:
             change = digest_bits(patch.values, start=patch.start)
             if patch.undo is not None:
                 change -= digest_bits(patch.undo, start=patch.start)
+        elif known is not None:
+            change = TensorDigest(*next(known))
         else:
-            change = digest_at(patch.indices, patch.values)
-            if patch.undo is not None:
-                change -= digest_at(patch.indices, patch.undo)
+            assert patch.undo is not None
+            change = digest_at(patch.indices, patch.values) - digest_at(patch.indices, patch.undo)
         changes[patch.tensor] = changes.get(patch.tensor, ZERO) + change
     return changes
 
@@ -274,17 +316,6 @@ def _check_schema(chunk: ParsedChunk, schema: Schema) -> None:
                 f"chunk: {chunk.dtype} range {segment.start}..{segment.stop} for tensor {spec.name}, "
                 f"{spec.dtype} of {spec.num_elements} elements: foreign or damaged"
             )
-
-
-def _parse_changes(chunk: ParsedChunk) -> SparseStreams | ParsedBody | None:
-    num_changed, num_elements = chunk.num_changed, chunk.count(chunk.profile.mode)
-    if chunk.profile.mode not in chunk.modes:
-        if len(chunk.changes):
-            raise DamagedError(f"chunk: {len(chunk.changes)} bytes of changes and no segment for them: fetch it again")
-        return None
-    if chunk.profile is Profile.BASE_FREE:
-        return parse_sparse(chunk.changes, dtype=chunk.dtype, num_changed=num_changed, num_elements=num_elements)
-    return parse_classed(chunk.changes, num_changed=num_changed, num_elements=num_elements, width=chunk.dtype.width)
 
 
 def _parse_dense(chunk: ParsedChunk) -> Bits:
@@ -315,27 +346,39 @@ def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> 
     return bases
 
 
-def _rebuild(
-    chunk: ParsedChunk, streams: SparseStreams | ParsedBody | None, bases: Mapping[int, Bits]
-) -> list[TensorPatch]:
-    """Return the patches of the sparse or classed segments, in order."""
-    if streams is None:
-        return []
+def _decode_changes(
+    chunk: ParsedChunk, bases: Mapping[int, Bits]
+) -> tuple[list[TensorPatch], npt.NDArray[np.uint64] | None]:
+    """Return the patches of the sparse or classed segments, in order, and their digests where the coder has them."""
     numbers = [number for number, mode in enumerate(chunk.modes) if mode is chunk.profile.mode]
+    if not numbers:
+        if len(chunk.changes) or chunk.num_changed:
+            raise DamagedError(f"chunk: {len(chunk.changes)} bytes of changes and no segment for them: fetch it again")
+        return [], None
     segments = [chunk.segments[number] for number in numbers]
     old = [bases[number] for number in numbers]
+    if chunk.profile is Profile.BASE_FREE:
+        return _decode_base_free(chunk, segments, old), None
+    decoding = _coder().decode(
+        chunk.changes,
+        num_changed=chunk.num_changed,
+        old=[np.ascontiguousarray(bits) for bits in old],
+        starts=[segment.start for segment in segments],
+    )
+    return _split(segments, decoding.num_changed, decoding), decoding.digests
+
+
+def _decode_base_free(chunk: ParsedChunk, segments: Sequence[Segment], old: Sequence[Bits]) -> list[TensorPatch]:
     ends = np.cumsum([segment.count for segment in segments])
-    starts = [0, *ends[:-1].tolist()]
-    positions, new = rebuild(streams, _join(old)) if isinstance(streams, ParsedBody) else (streams.positions(), None)
-    if len(positions) and positions[-1] >= ends[-1]:
-        raise DamagedError(f"chunk: a change at {positions[-1]} in segments of {ends[-1]} elements: fetch it again")
-    cuts = [0, *np.searchsorted(positions, ends).tolist()]
-    local = [positions[a:b] - start for (a, b), start in zip(pairwise(cuts), starts, strict=True)]
-    undo = [bits[part] for bits, part in zip(old, local, strict=True)]
-    if isinstance(streams, SparseStreams):
-        new = streams.new_bits(chunk.dtype, _join(undo))
-    assert new is not None
+    streams = parse_sparse(chunk.changes, dtype=chunk.dtype, num_changed=chunk.num_changed, num_elements=int(ends[-1]))
+    joint = streams.positions()
+    if len(joint) and joint[-1] >= ends[-1]:
+        raise DamagedError(f"chunk: a change at {joint[-1]} in segments of {ends[-1]} elements: fetch it again")
+    cuts = [0, *np.searchsorted(joint, ends).tolist()]
+    places = [joint[a:b] - (end - s.count) for s, end, (a, b) in zip(segments, ends, pairwise(cuts), strict=True)]
+    undo = [bits[part] for bits, part in zip(old, places, strict=True)]
+    new = streams.new_bits(chunk.dtype, join_bits(undo))
     return [
-        _sparse_patch(segment, part, before, new[a:b])
-        for segment, part, before, (a, b) in zip(segments, local, undo, pairwise(cuts), strict=True)
+        _sparse_patch(segment, part + segment.start, before, new[a:b])
+        for segment, part, before, (a, b) in zip(segments, places, undo, pairwise(cuts), strict=True)
     ]

@@ -76,6 +76,8 @@ def fit_partition(old: Sequence[Bits], new: Sequence[Bits]) -> Partition:
     before, after = _sample(old, stride), _sample(new, stride)
     elements = np.bincount(element_keys(before), minlength=NUM_KEYS).astype(np.float64)
     changed = np.flatnonzero(before != after)
+    if not len(changed):
+        return Partition(b"", 0.0)
     before, after = before[changed], after[changed]
     width = before.dtype.itemsize
     tokens, _, _ = split_steps(after - before)
