@@ -284,6 +284,22 @@ class Kernel:
             code = int(function(self.isa, ctypes.byref(job)))
         return code
 
+    def sample(self, old: Sequence[Bits], new: Sequence[Bits]) -> tuple[Counts, Counts]:
+        """Return what cuts are fitted to: elements by key, [256], and changes by key and token, [256, tokens].
+
+        Of up to 2^18 elements all are counted; of more the first 4,096 of every 32,768, segments laid end to end.
+        """
+        width = new[0].dtype.itemsize
+        table = _table(old, [0] * len(old))
+        table[_Row.NEW] = _addresses(new)
+        elements, counts = np.zeros(256, np.uint64), np.zeros((256, 64 * width - 16), np.uint64)
+        code = self._library.sparsewire_sample(
+            self.isa, width, len(new), _address(table), _address(elements), _address(counts)
+        )
+        if code:
+            raise ValueError(f"kernel: more than 2^24 elements in {len(new)} segments")
+        return elements, counts
+
     def digest_range(self, bits: Bits, start: int) -> tuple[int, int]:
         """Return both sums of the digest of a contiguous flat range whose first element has position `start`."""
         digest = np.empty(2, np.uint64)
@@ -395,6 +411,7 @@ def load_kernel(library: Path = LIBRARY, *, isa: Isa | None = None) -> Kernel | 
     for name, arguments in {
         "encode": (ctypes.c_int32, pointer),
         "decode": (ctypes.c_int32, pointer),
+        "sample": (ctypes.c_int32, _U32, count, pointer, pointer, pointer),
         "digest_range": (ctypes.c_int32, _U32, pointer, count, count, pointer),
         "digest_positions": (ctypes.c_int32, _U32, pointer, pointer, count, pointer),
         "scatter": (ctypes.c_int32, _U32, pointer, count, pointer, pointer, count),

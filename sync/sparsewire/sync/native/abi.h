@@ -40,7 +40,7 @@ enum sparsewire_row {
     SW_NEW,         /* in: address of its new bits; not read by a decode */
     SW_COUNT,       /* in: elements */
     SW_START,       /* in: flat position at which it begins in its tensor */
-    SW_MODE,        /* in and out: see below; not used by a decode */
+    SW_MODE,        /* in and out: see below; only an encode looks at it */
     SW_NUM_CHANGED, /* out: changed elements */
     SW_DIGEST_A,    /* out: terms of the new bits minus those of the old ones, over the changes in the body */
     SW_DIGEST_B,

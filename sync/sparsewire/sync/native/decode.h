@@ -133,7 +133,11 @@ static int64_t read_head(struct decoder *d, const uint8_t *body, uint64_t body_b
         if (entry->inverse) entry->num_unchanged = take_varint(&in);
         if (form >> 7) {
             entry->num_exceptions = take_varint(&in);
-            if (entry->wide || !entry->num_exceptions || entry->num_exceptions > entry->num_changed) return SW_DAMAGED_HEAD;
+            const uint64_t most = entry->num_changed / 256 > 2 ? entry->num_changed / 256 : 2;
+            if (entry->wide || !entry->num_exceptions || entry->num_exceptions > entry->num_changed ||
+                entry->num_exceptions > most) {
+                return SW_DAMAGED_HEAD;
+            }
         }
         if (in.failed || entry->parameter > SW_MAX_PARAMETER || entry->num_changed > num_elements ||
             entry->num_unchanged > num_elements) {
@@ -541,6 +545,33 @@ SW_INLINE int64_t place_changes(struct decoder *d, const struct segments *segmen
     return 0;
 }
 
+/* The same with one class, whose ranks are places in the space of all segments: the base is read at changes only. */
+SW_INLINE int64_t place_unclassed(struct decoder *d, const struct segments *segments, struct records *records,
+                                  uint32_t width) {
+    const struct class_entry *entry = &d->entry[0];
+    const uint32_t *ranks = d->ranks + entry->first;
+    uint64_t origin = 0;
+    uint64_t num = 0;
+    for (uint64_t segment = 0; segment < segments->num; segment++) {
+        const uint8_t *old = segment_bits(segments, SW_OLD, segment);
+        const uint64_t stop = origin + segment_row(segments, SW_COUNT)[segment];
+        const uint64_t num_before = num;
+        for (; num < entry->num_changed && ranks[num] < stop; num++) {
+            const uint32_t position = ranks[num] - (uint32_t)origin;
+            const uint64_t before = load_element(old, position, width);
+            records->positions[num] = position;
+            store_element(records->old, num, before, width);
+            store_element(records->new_, num, before + load_element(d->steps, entry->first + num, width), width);
+        }
+        segment_row(segments, SW_NUM_CHANGED)[segment] = num - num_before;
+        origin = stop;
+    }
+    if (num != entry->num_changed) return SW_WRONG_BASE;
+    if (entry->inverse && entry->num_changed + entry->num_unchanged != origin) return SW_WRONG_BASE;
+    records->num = num;
+    return 0;
+}
+
 SW_INLINE int64_t decode_segments(struct sparsewire_decode *job, uint32_t width) {
     const struct segments segments = {job->num_segments, job->table};
     struct decoder d;
@@ -569,7 +600,8 @@ SW_INLINE int64_t decode_segments(struct sparsewire_decode *job, uint32_t width)
     }
     if (!read_unit_steps(&d, width)) return SW_DAMAGED_STEPS;
     if (d.wrong_base) return SW_WRONG_BASE;
-    refused = place_changes(&d, &segments, &records, width);
+    refused = d.num_classes == 1 ? place_unclassed(&d, &segments, &records, width)
+                                 : place_changes(&d, &segments, &records, width);
     if (refused) return refused;
     finish_records(&segments, &records, 1, width);
     job->indices_at = (uint64_t)((uint8_t *)records.indices - job->scratch);

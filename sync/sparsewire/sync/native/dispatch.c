@@ -6,6 +6,8 @@
 #define SW_DECLARE(level)                                                                                            \
     int64_t encode_##level(struct sparsewire_encode *job);                                                           \
     int64_t decode_##level(struct sparsewire_decode *job);                                                           \
+    int64_t sample_##level(uint32_t width, uint64_t num_segments, uint64_t *table, uint64_t *elements,                 \
+                           uint64_t *counts);                                                                        \
     int64_t digest_range_##level(uint32_t width, const void *bits, uint64_t count, uint64_t start, uint64_t *digest); \
     int64_t digest_positions_##level(uint32_t width, const int64_t *indices, const void *bits, uint64_t count,       \
                                      uint64_t *digest);                                                              \
@@ -52,6 +54,12 @@ SW_EXPORT int32_t sparsewire_best_isa(void) {
 SW_EXPORT int64_t sparsewire_encode(int32_t isa, struct sparsewire_encode *job) { SW_CALL(encode, job) }
 
 SW_EXPORT int64_t sparsewire_decode(int32_t isa, struct sparsewire_decode *job) { SW_CALL(decode, job) }
+
+/* Adds up elements by key and changes by key and token of a sample of the segments; see sample.h. */
+SW_EXPORT int64_t sparsewire_sample(int32_t isa, uint32_t width, uint64_t num_segments, uint64_t *table, uint64_t *elements,
+                                    uint64_t *counts) {
+    SW_CALL(sample, width, num_segments, table, elements, counts)
+}
 
 SW_EXPORT int64_t sparsewire_digest_range(int32_t isa, uint32_t width, const void *bits, uint64_t count, uint64_t start,
                                           uint64_t *digest) {

@@ -8,6 +8,7 @@
 #include "digest.h"
 #include "encode.h"
 #include "platform.h"
+#include "sample.h"
 
 #define SW_JOIN_(a, b) a##_##b
 #define SW_JOIN(a, b) SW_JOIN_(a, b)
@@ -26,6 +27,11 @@
 int64_t SW_NAME(encode)(struct sparsewire_encode *job) { SW_BY_WIDTH(job->width, encode_segments(job, w)) }
 
 int64_t SW_NAME(decode)(struct sparsewire_decode *job) { SW_BY_WIDTH(job->width, decode_segments(job, w)) }
+
+int64_t SW_NAME(sample)(uint32_t width, uint64_t num_segments, uint64_t *table, uint64_t *elements, uint64_t *counts) {
+    const struct segments segments = {num_segments, table};
+    SW_BY_WIDTH(width, sample_segments(&segments, elements, counts, w))
+}
 
 SW_INLINE int64_t store_sums(struct sums sums, uint64_t *digest) {
     digest[0] = sums.a;

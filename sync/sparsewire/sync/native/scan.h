@@ -12,17 +12,17 @@
 /* Words a block: old, new, masks and lists of a block together stay in a level-1 cache of 48 KiB. */
 enum { SW_SCAN_WORDS = 32 };
 
-/* Appends the changes of a block, whose `changed` is filled; returns how many. */
+/* Appends the changes of a block, whose `changed` is filled; returns how many. With one class `rank` is the first one's. */
 SW_INLINE uint32_t record_changes(struct records *records, struct block *block, const uint8_t *old, const uint8_t *new_,
-                                  uint32_t num_words, uint64_t origin, uint32_t width) {
+                                  uint32_t num_words, uint64_t origin, int classified, uint32_t rank, uint32_t width) {
     const uint32_t count = count_changed(block, num_words);
     const uint64_t num = records->num;
     list_changes(block, num_words, count);
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t position = block->at[i];
         records->positions[num + i] = (uint32_t)origin + position;
-        records->ranks[num + i] = rank_of(block, position);
-        records->classes[num + i] = block->class_of[position];
+        records->ranks[num + i] = classified ? rank_of(block, position) : rank + position;
+        records->classes[num + i] = classified ? block->class_of[position] : 0;
         store_element(records->old, num + i, load_element(old, position, width), width);
         store_element(records->new_, num + i, load_element(new_, position, width), width);
     }
@@ -46,6 +46,7 @@ SW_INLINE void scan_segments(const struct segments *segments, struct records *re
                              const struct classes *classes, uint64_t crowded_share, uint32_t width) {
     struct block block;
     uint8_t tail[2][SW_WORD * 8];
+    const uint32_t num_classes = classes->num_classes;
     memset(counts, 0, sizeof *counts);
     for (uint64_t segment = 0; segment < segments->num; segment++) {
         uint64_t *const mode = &segment_row(segments, SW_MODE)[segment];
@@ -73,17 +74,23 @@ SW_INLINE void scan_segments(const struct segments *segments, struct records *re
                 taken = left;
                 padding = (uint32_t)(SW_WORD - left);
             }
-            if (crowded) {
+            if (crowded || num_classes == 1) {
                 for (uint32_t word = 0; word < num_words; word++) {
                     compare_word(&block, old + (size_t)word * SW_WORD * width, new_, word, width);
                 }
-                num_changed += count_changed(&block, num_words);
             } else {
                 classify_block(&block, counts, classes, old, new_, num_words, width);
                 counts->of[0] -= padding; /* zeros, which every choice of cuts puts into class 0 */
-                num_changed += record_changes(records, &block, old, new_, num_words, at, width);
-                crowded = *mode == SW_AUTO && num_changed * crowded_share > size;
             }
+            if (crowded) {
+                num_changed += count_changed(&block, num_words);
+            } else if (num_classes == 1) {
+                num_changed += record_changes(records, &block, old, new_, num_words, at, 0, counts->of[0], width);
+                counts->of[0] += (uint32_t)taken;
+            } else {
+                num_changed += record_changes(records, &block, old, new_, num_words, at, 1, 0, width);
+            }
+            crowded = crowded || (*mode == SW_AUTO && num_changed * crowded_share > size);
             at += taken;
         }
         segment_row(segments, SW_NUM_CHANGED)[segment] = num_changed;
