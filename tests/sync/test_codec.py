@@ -477,7 +477,8 @@ def forge(profile: Profile, **fields: int) -> bytes:
     [
         ({"dtype": 0}, UnsupportedFormatError),
         ({"dtype": 99}, UnsupportedFormatError),
-        ({"flags": 2}, UnsupportedFormatError),
+        ({"flags": 4}, UnsupportedFormatError),
+        ({"flags": 2}, DamagedError),
         ({"flags": 1}, DamagedError),
         ({"total": 0xFFFFFFFF}, DamagedError),
         ({"total": 10}, DamagedError),

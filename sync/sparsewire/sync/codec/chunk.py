@@ -35,6 +35,11 @@ CROWDED = 8
 """A segment is tried as dense when more than one element in so many changed; below, dense is larger unless its new bits are
 trivial."""
 
+SMALL_ELEMENTS = 1 << 10
+MANY_SMALL = 64
+"""With more than so many small segments, those that did not change are classed as well: their elements cost less than a
+mode of their own does in the segment table."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedChunk:
@@ -197,6 +202,9 @@ def _encode_classed(
     for number in crowded:
         estimate = fit_partition([old[number]], [new[number]]).num_bits / 8
         wishes[number] = Wish.SKIP if len(encode_dense(new[number])) < estimate else Wish.CLASSED
+    if num_changed and len(small := _small_unchanged(segments, encoding.found)) > MANY_SMALL:
+        for number in small:
+            wishes[number] = Wish.CLASSED
     rest = [number for number, wish in enumerate(wishes) if wish is not Wish.SKIP]
     if rest and (Wish.CLASSED in wishes or (crowded and cuts is None)):
         if cuts is None:
@@ -225,6 +233,11 @@ def _encode_classed(
         cuts=used if classed else None,
         num_changed=num_changed,
     )
+
+
+def _small_unchanged(segments: Sequence[Segment], found: npt.NDArray[np.uint64]) -> list[int]:
+    unchanged = np.flatnonzero(found == Found.UNCHANGED).tolist()
+    return [number for number in unchanged if segments[number].count < SMALL_ELEMENTS]
 
 
 def _coder() -> Kernel | Reference:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
+import zstandard
+
 from sparsewire.sync.build import FORMAT_NUMBER
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
 from sparsewire.sync.codec.streams import MAX_VARINT_BYTES, Reader, write_varint
@@ -26,6 +28,10 @@ _CRC = struct.Struct("<I")
 _CHECKED_HEADER_BYTES = HEADER.size - _CRC.size
 
 ANCHOR_FLAG = 1
+PACKED_TABLE_FLAG = 2
+
+TABLE_ZSTD_LEVEL = 3
+_MAX_ROW_BYTES = 1 + 3 * MAX_VARINT_BYTES
 
 MAX_PAYLOAD_BYTES = 2 * MAX_CHUNK_BYTES
 """Bytes of one encoded chunk beyond which a decoder refuses it."""
@@ -117,15 +123,12 @@ def seal(
     check: TensorDigest,
 ) -> bytes:
     """Return the chunk that `parse_chunk` takes apart again."""
-    table = bytearray(modes)
-    last = Segment(0, 0, 0)
-    for segment in segments:
-        write_varint(table, segment.tensor - last.tensor)
-        write_varint(table, segment.start - (last.stop if segment.tensor == last.tensor else 0))
-        write_varint(table, segment.count)
-        last = segment
-    total = HEADER.size + len(table) + len(changes) + len(dense)
+    table = _write_table(segments, modes)
+    packed = zstandard.ZstdCompressor(level=TABLE_ZSTD_LEVEL).compress(table)
     flags = ANCHOR_FLAG if is_anchor else 0
+    if len(packed) < len(table):
+        table, flags = packed, flags | PACKED_TABLE_FLAG
+    total = HEADER.size + len(table) + len(changes) + len(dense)
     head = HEADER.pack(
         MAGIC,
         FORMAT_NUMBER,
@@ -192,14 +195,17 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
     if found != crc:
         raise DamagedError(f"chunk: checksum {found:08x}, its header states {crc:08x}: fetch it again")
     dtype = _DTYPES.get(dtype_code)
-    if dtype is None or flags & ~ANCHOR_FLAG:
+    if dtype is None or flags & ~(ANCHOR_FLAG | PACKED_TABLE_FLAG):
         raise UnsupportedFormatError(
             f"chunk: dtype {dtype_code}, flags {flags:#x} unknown to this build: upgrade the older side"
         )
-    if num_segments > MAX_SEGMENTS or table_bytes > num_segments * (1 + 3 * MAX_VARINT_BYTES):
-        raise DamagedError(f"chunk: {num_segments} segments in {table_bytes} bytes exceed the limits: fetch it again")
     body = Reader(view[HEADER.size :])
-    segments, modes = _read_table(Reader(body.take(table_bytes)), num_segments, dtype)
+    table = body.take(table_bytes)
+    if flags & PACKED_TABLE_FLAG:
+        table = _unpack_table(table, num_segments)
+    if num_segments > MAX_SEGMENTS or len(table) > num_segments * _MAX_ROW_BYTES:
+        raise DamagedError(f"chunk: {num_segments} segments in {len(table)} bytes exceed the limits: fetch it again")
+    segments, modes = _read_table(Reader(table), num_segments, dtype)
     parsed = ParsedChunk(
         dtype=dtype,
         is_anchor=bool(flags & ANCHOR_FLAG),
@@ -221,16 +227,40 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
     return parsed
 
 
+def _write_table(segments: Sequence[Segment], modes: Sequence[Mode]) -> bytes:
+    """Return the modes, then three columns of varints, whose rows are much alike: zstd finds that."""
+    steps, skips, counts = bytearray(), bytearray(), bytearray()
+    last = Segment(0, 0, 0)
+    for segment in segments:
+        write_varint(steps, segment.tensor - last.tensor)
+        write_varint(skips, segment.start - (last.stop if segment.tensor == last.tensor else 0))
+        write_varint(counts, segment.count)
+        last = segment
+    return b"".join((bytes(modes), steps, skips, counts))
+
+
+def _unpack_table(packed: memoryview, num_segments: int) -> memoryview:
+    try:
+        # The frame states its own size and zstd would allocate that much, so it is compared first.
+        stated = zstandard.frame_content_size(packed)
+        if not 0 < stated <= min(num_segments, MAX_SEGMENTS) * _MAX_ROW_BYTES:
+            raise DamagedError(f"chunk: a table of {num_segments} segments states {stated} bytes: fetch it again")
+        return memoryview(zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"chunk: its segment table is not a zstd frame ({error}): fetch it again") from error
+
+
 def _read_table(table: Reader, num_segments: int, dtype: Dtype) -> tuple[tuple[Segment, ...], tuple[Mode, ...]]:
     codes = table.take(num_segments)
     unknown = sorted(set(codes) - set(Mode))
     if unknown:
         raise UnsupportedFormatError(f"chunk: segment modes {unknown} unknown to this build: upgrade the older side")
+    columns = [[table.varint() for _ in range(num_segments)] for _ in range(3)]
+    table.finish()
     segments = []
     last = Segment(0, 0, 0)
     num_elements = 0
-    for _ in range(num_segments):
-        step, skip, count = table.varint(), table.varint(), table.varint()
+    for step, skip, count in zip(*columns, strict=True):
         tensor = last.tensor + step
         start = skip + (0 if step else last.stop)
         num_elements += count
@@ -240,5 +270,4 @@ def _read_table(table: Reader, num_segments: int, dtype: Dtype) -> tuple[tuple[S
             )
         last = Segment(tensor, start, count)
         segments.append(last)
-    table.finish()
     return tuple(segments), tuple(map(Mode, codes))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from sparsewire.sync.codec.classes import MAX_CLASSES, NUM_KEYS, element_keys
 from sparsewire.sync.codec.plan import Segment
 from sparsewire.sync.codec.steps import num_raw_bits, num_tokens, split_steps
+from sparsewire.sync.native import kernel
 from sparsewire.sync.types import Bits
 
 _BLOCK = 1 << 12
@@ -71,21 +72,28 @@ class CutsMemory:
 
 def fit_partition(old: Sequence[Bits], new: Sequence[Bits]) -> Partition:
     """Return the partition that suits the change of these arrays, not all empty; the same for equal input."""
-    num_elements = sum(map(len, old))
-    stride = 1 if num_elements <= _MIN_SAMPLE else _SAMPLES_PER_BLOCK
-    before, after = _sample(old, stride), _sample(new, stride)
-    elements = np.bincount(element_keys(before), minlength=NUM_KEYS).astype(np.float64)
-    changed = np.flatnonzero(before != after)
-    if not len(changed):
+    width = new[0].dtype.itemsize
+    native = kernel()
+    elements, counts = _histograms(old, new) if native is None else native.sample(old, new)
+    if not counts.any():
         return Partition(b"", 0.0)
+    scale = 1.0 if sum(map(len, old)) <= _MIN_SAMPLE else _SAMPLES_PER_BLOCK
+    tokens: Floats = counts.astype(np.float64) * scale
+    raw: Floats = tokens @ num_raw_bits(np.arange(num_tokens(width)), width)
+    return _best_partition(elements.astype(np.float64) * scale, tokens, raw)
+
+
+def _histograms(old: Sequence[Bits], new: Sequence[Bits]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return the elements of a sample by key, and its changes by key and token."""
+    stride = 1 if sum(map(len, old)) <= _MIN_SAMPLE else _SAMPLES_PER_BLOCK
+    before, after = _sample(old, stride), _sample(new, stride)
+    elements = np.bincount(element_keys(before), minlength=NUM_KEYS)
+    changed = np.flatnonzero(before != after)
     before, after = before[changed], after[changed]
-    width = before.dtype.itemsize
     tokens, _, _ = split_steps(after - before)
-    keys = element_keys(before).astype(np.int64)
-    histogram = np.bincount(keys * num_tokens(width) + tokens, minlength=NUM_KEYS * num_tokens(width))
-    counts = histogram.reshape(NUM_KEYS, num_tokens(width)).astype(np.float64)
-    raw = counts @ num_raw_bits(np.arange(num_tokens(width)), width)
-    return _best_partition(elements * stride, counts * stride, raw * stride)
+    width = num_tokens(before.dtype.itemsize)
+    counts = np.bincount(element_keys(before).astype(np.int64) * width + tokens, minlength=NUM_KEYS * width)
+    return elements.astype(np.uint64), counts.reshape(NUM_KEYS, width).astype(np.uint64)
 
 
 def _sample(parts: Sequence[Bits], stride: int) -> Bits:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sparsewire.sync.codec.classed import encode_classed, parse_classed, rebuild
 from sparsewire.sync.delta import changed_positions
-from sparsewire.sync.digest import TensorDigest, digest_at
+from sparsewire.sync.digest import ZERO, TensorDigest, digest_at
 from sparsewire.sync.native import Found, NativeDecoding, NativeEncoding, Wish
 from sparsewire.sync.types import Bits, Indices
 
@@ -109,7 +109,7 @@ def join_bits(parts: Sequence[Bits]) -> Bits:
 
 def _digests(indices: Sequence[Indices], old: Sequence[Bits], new: Sequence[Bits]) -> npt.NDArray[np.uint64]:
     def change(places: Indices, before: Bits, after: Bits) -> TensorDigest:
-        return digest_at(places, after) - digest_at(places, before)
+        return digest_at(places, after) - digest_at(places, before) if len(places) else ZERO
 
     found = [change(*segment) for segment in zip(indices, old, new, strict=True)]
     return np.array([(digest.a, digest.b) for digest in found], np.uint64)

@@ -51,7 +51,7 @@ enum sparsewire_row {
 enum sparsewire_mode {
     SW_UNCHANGED = 0,  /* out: no element differs */
     SW_SKIP = 2,       /* in and out: leave the segment out */
-    SW_CLASSED = 3,    /* in: take it however dense it is; out: its changes are in the body */
+    SW_CLASSED = 3,    /* in: take it, however few or many changed; out: it is part of the body */
     SW_AUTO = 254,     /* in: take it if it changed and at most one element in `crowded` of them */
     SW_CROWDED = 255   /* out: denser than that; counted, but left out */
 };

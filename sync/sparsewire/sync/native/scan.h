@@ -94,8 +94,8 @@ SW_INLINE void scan_segments(const struct segments *segments, struct records *re
             at += taken;
         }
         segment_row(segments, SW_NUM_CHANGED)[segment] = num_changed;
-        *mode = crowded ? SW_CROWDED : num_changed ? SW_CLASSED : SW_UNCHANGED;
-        if (crowded || !num_changed) {
+        *mode = crowded ? SW_CROWDED : num_changed || *mode == SW_CLASSED ? SW_CLASSED : SW_UNCHANGED;
+        if (*mode != SW_CLASSED) {
             *counts = counts_before;
             records->num = num_before;
         }
