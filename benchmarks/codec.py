@@ -2,8 +2,10 @@
 
     python benchmarks/codec.py [--smoke] [--trace DIR] [--json FILE]
 
-Sizes are exact and count all that travels but the manifest. Speeds are medians of several rounds, in GB/s of one bf16
-array, and as a ratio to a plain NumPy compare of the two arrays.
+Sizes are exact. "payload" is the chunks, "all" is what a publisher stores for the version: packs and manifest. The bound
+is the entropy of positions and steps given the exponent of the old weight. Speeds are of one thread unless said, in GB/s
+of one bf16 array, medians of rounds that measure everything in turn; their ratios are to a bare loop that compares the two
+arrays with the machine's best instructions. ARCv3 is measured when `fireworks-delta-compression` is installed.
 """
 
 from __future__ import annotations
@@ -13,129 +15,399 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+import tracemalloc
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import zstandard
-from inputs import SYNTHETIC_SCALES, Delta, Words, synthetic, trace
+from bound import exponent_bound
+from inputs import SYNTHETIC_SCALES, Delta, Words, overwrite_words, synthetic, trace
+from peers import (
+    RAW_BYTES_PER_CHANGE,
+    ArcRun,
+    arc_is_installed,
+    gaps_zstd,
+    overwrite_stream,
+    run_arc,
+    xor_stream,
+    xor_zstd,
+)
 
-from sparsewire.sync.codec import decode_chunk, encode_chunk, plan_segments
-from sparsewire.sync.codec.plan import Segment
+from sparsewire.sync.codec import (
+    ChunkPlan,
+    CutsMemory,
+    DecodedChunk,
+    EncodedChunk,
+    Profile,
+    Segment,
+    decode_chunk,
+    encode_chunk,
+    plan_segments,
+)
+from sparsewire.sync.codec.classed import encode_classed
+from sparsewire.sync.codec.cuts import fit_partition
+from sparsewire.sync.delta import apply_patch
+from sparsewire.sync.native import kernel
+from sparsewire.sync.publisher import Publisher
+from sparsewire.sync.store.memory import forget_memory_store
 from sparsewire.sync.types import Bits, Dtype
 
-ROUNDS = 5
+ROUNDS = 7
+ARC_RUNS = 3
+"""As installed it races candidates against a clock: the median counts, the best is shown beside it."""
+
+PUBLISHED_OVERWRITE_AND_XOR = {1e-4: (0.74, 0.33), 1e-3: (7.02, 3.23), 1e-2: (25.70, 14.93)}
+"""MB by amplitude in Table 2 of the NeMo-DCR paper, on 20 million elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One input, measured."""
+class Sizes:
+    """Bytes per changed element, everything but `bound` exact."""
 
     input: str
     num_elements: int
+    num_changed: int
     density: float
-    bytes_per_change: float
-    bound_bytes_per_change: float
+    bound: float
+    bound_position_bits: float
+    bound_step_bits: float
+    payload: float
+    all: float
     share_of_full: float
-    raw_bytes_per_change: float
-    gaps_zstd_bytes_per_change: float
-    xor_zstd_bytes_per_change: float
-    encode_gb_per_second: float
-    decode_gb_per_second: float
-    compare_gb_per_second: float
+    base_free: float
+    gaps_zstd: float
+    xor_zstd: float
+    arc_v3_median: float | None
+    arc_v3_best: float | None
+    arc_v2: float | None
+    raw: float = RAW_BYTES_PER_CHANGE
 
 
-def entropy(counts: np.ndarray) -> float:
-    """Return the total code length, in bits, of symbols with these counts under their own distribution."""
-    counts = counts[counts > 0].astype(np.float64)
-    return float(-(counts * np.log2(counts / counts.sum())).sum())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """GB/s of one bf16 array."""
+
+    input: str
+    compare: float
+    compare_two_threads: float
+    encode: float
+    encode_two_threads: float
+    encode_of_compare: float
+    encode_two_threads_of_compare: float
+    """Of the compare loop with two threads."""
+    decode: float
+    decode_two_threads: float
+    decode_of_compare: float
+    base_free_encode: float
+    base_free_decode: float
+    arc_v3_encode: float | None
+    arc_v3_decode: float | None
+    scatter_changes_per_second: float
+    encode_peak_extra_bytes: int
+    decode_peak_extra_bytes: int
 
 
-def bound_bits(old: Words, new: Words) -> float:
-    """Return the conditional entropy of positions and steps given the exponent of the old value."""
-    exponent = (old >> 7) & 0xFF
-    changed = old != new
-    all_of, changed_of = np.bincount(exponent, minlength=256), np.bincount(exponent[changed], minlength=256)
-    positions = sum(entropy(np.array([k, n - k])) for n, k in zip(all_of, changed_of, strict=True))
-    pairs = exponent[changed].astype(np.int64) << 16 | (new - old)[changed]
-    joint = entropy(np.unique(pairs, return_counts=True)[1])
-    return float(positions + joint - entropy(changed_of))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Value streams in MB: what was published, and ours for the same changes."""
+
+    amplitude: float
+    overwrite: float
+    published_overwrite: float
+    xor: float
+    published_xor: float
+    ours: float
 
 
-def gaps_zstd(old: Words, new: Words) -> int:
-    """Size of 16-bit gaps and new values, zstd level 1: what PULSE-like codecs ship."""
-    positions = np.flatnonzero(old != new)
-    gaps = np.diff(positions, prepend=0)
-    longs = gaps // 0xFFFF
-    stream = np.repeat(np.uint16(0xFFFF), longs.sum()).tobytes() + (gaps % 0xFFFF).astype(np.uint16).tobytes()
-    return len(zstandard.ZstdCompressor(level=1).compress(stream + new[positions].tobytes()))
+class Codec:
+    """A delta ready to be encoded and decoded chunk by chunk, as publisher and mirror do."""
+
+    def __init__(self, *, delta: Delta, profile: Profile) -> None:
+        self._profile = profile
+        self._names = sorted(delta.old)
+        self._old = [delta.old[name].reshape(-1) for name in self._names]
+        self._new = [delta.new[name].reshape(-1) for name in self._names]
+        extents = [(number, 0, len(bits), Dtype.BF16) for number, bits in enumerate(self._old)]
+        self._plans = list(plan_segments(extents))
+        self._cuts = CutsMemory()
+
+    def _base(self, segment: Segment) -> Bits:
+        return self._old[segment.tensor][segment.start : segment.stop]
+
+    def _encode(self, plan: ChunkPlan) -> EncodedChunk:
+        place = plan.segments[0]
+        chunk = encode_chunk(
+            plan.dtype,
+            plan.segments,
+            [self._base(segment) for segment in plan.segments],
+            [self._new[segment.tensor][segment.start : segment.stop] for segment in plan.segments],
+            profile=self._profile,
+            cuts=self._cuts.suggest(place),
+        )
+        self._cuts.remember(place, chunk.cuts)
+        return chunk
+
+    def _decode(self, payload: bytes) -> DecodedChunk:
+        return decode_chunk(payload, schema=None, base=self._base)
+
+    def encode(self, pool: ThreadPoolExecutor | None = None) -> list[bytes]:
+        """Encode all chunks; digests included."""
+        chunks = pool.map(self._encode, self._plans) if pool else map(self._encode, self._plans)
+        return [chunk.payload for chunk in chunks]
+
+    def decode(self, payloads: Sequence[bytes], pool: ThreadPoolExecutor | None = None) -> list[DecodedChunk]:
+        """Decode all chunks against the base and prove them by their checks."""
+        return list(pool.map(self._decode, payloads) if pool else map(self._decode, payloads))
+
+    def check(self, decoded: Sequence[DecodedChunk]) -> None:
+        """Apply what was decoded and compare every bit."""
+        live = [bits.copy() for bits in self._old]
+        for chunk in decoded:
+            for patch in chunk.patches:
+                apply_patch(live[patch.tensor], patch)
+        if not all(np.array_equal(a, b) for a, b in zip(live, self._new, strict=True)):
+            raise SystemExit("decoded bits differ from those encoded")
+
+    def scatter_seconds(self, decoded: Sequence[DecodedChunk]) -> float:
+        """Return how long writing all patches into a mirror takes."""
+        live = [bits.copy() for bits in self._old]
+
+        def scatter() -> None:
+            for chunk in decoded:
+                for patch in chunk.patches:
+                    apply_patch(live[patch.tensor], patch)
+
+        return seconds(scatter)
 
 
-def xor_zstd(old: Words, new: Words) -> int:
-    """Size of the dense XOR, zstd level 1."""
-    return len(zstandard.ZstdCompressor(level=1).compress((old ^ new).tobytes()))
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
-def median_seconds(work: Callable[[], object], rounds: int) -> float:
-    seconds = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+@contextmanager
+def peak_extra(into: dict[str, int], name: str) -> Iterator[None]:
+    """Note the most memory that was held at once beyond what was there before."""
+    tracemalloc.start()
+    try:
+        yield
+        into[name] = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
-def measure(delta: Delta, rounds: int) -> Row:
-    """Encode and decode a delta as the publisher and the mirror do, chunk by chunk, and compare with the peers."""
+def count_changed(old: Words, new: Words) -> int:
+    """Compare two arrays by a bare loop, the native one where there is a kernel."""
+    native = kernel()
+    return int(np.count_nonzero(old != new)) if native is None else native.count_changed(old, new)
+
+
+def halves(old: Words, new: Words) -> list[tuple[Words, Words]]:
+    middle = len(old) // 2
+    return [(old[:middle], new[:middle]), (old[middle:], new[middle:])]
+
+
+def stored_bytes(delta: Delta) -> int:
+    """Publish both versions to a store and return what the second one took: packs and manifest."""
+    name = uuid.uuid4().hex
+    with Publisher.open(f"memory://{name}", run="benchmark") as publisher:
+        for step, version in enumerate((delta.old, delta.new)):
+            publisher.publish(dict(version), step=step)
+        report = publisher.last_report
+    forget_memory_store(name)
+    if report is None:
+        raise SystemExit("the publisher published nothing")
+    return report.wire_bytes
+
+
+def measure(delta: Delta, rounds: int) -> tuple[Sizes, Speeds]:
+    """Measure one delta; everything is decoded and compared first."""
+    classed = Codec(delta=delta, profile=Profile.CLASSED)
+    base_free = Codec(delta=delta, profile=Profile.BASE_FREE)
+    payloads, base_free_payloads = classed.encode(), base_free.encode()
+    decoded = classed.decode(payloads)
+    classed.check(decoded)
+    base_free.check(base_free.decode(base_free_payloads))
     names = sorted(delta.old)
-    extents = [(number, 0, delta.old[name].size, Dtype.BF16) for number, name in enumerate(names)]
-    plans = list(plan_segments(extents))
-
-    def part(arrays: dict[str, Words], segment: Segment) -> Bits:
-        flat: Bits = arrays[names[segment.tensor]].reshape(-1)
-        return flat[segment.start : segment.stop]
-
-    def encode() -> list[bytes]:
-        return [
-            encode_chunk(
-                plan.dtype,
-                plan.segments,
-                [part(delta.old, segment) for segment in plan.segments],
-                [part(delta.new, segment) for segment in plan.segments],
-            ).payload
-            for plan in plans
-        ]
-
-    payloads = encode()
-
-    def decode() -> None:
-        for payload in payloads:
-            decode_chunk(payload, schema=None, base=lambda segment: part(delta.old, segment))
-
-    for payload in payloads:
-        for patch in decode_chunk(payload, schema=None, base=lambda segment: part(delta.old, segment)).patches:
-            after = delta.new[names[patch.tensor]].reshape(-1)
-            where = slice(patch.start, patch.start + patch.count) if patch.indices is None else patch.indices
-            if not np.array_equal(after[where], patch.values):
-                raise SystemExit(f"{delta.name}: decoded bits differ")
     old = np.concatenate([delta.old[name].reshape(-1) for name in names])
     new = np.concatenate([delta.new[name].reshape(-1) for name in names])
     changed, gigabytes = delta.num_changed, old.nbytes / 1e9
-    return Row(
+
+    def arc(compression_format: str, runs: int) -> list[ArcRun]:
+        return [run_arc(delta, compression_format) for _ in range(runs)] if arc_is_installed() else []
+
+    arc_v2, arc_v3 = arc("arc_v2", 1), arc("arc_v3", ARC_RUNS)
+    peaks: dict[str, int] = {}
+    with peak_extra(peaks, "encode"):
+        classed.encode()
+    with peak_extra(peaks, "decode"):
+        for payload in payloads:
+            classed.decode([payload])
+    timed: dict[str, list[float]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        works: dict[str, Callable[[], object]] = {
+            "compare": lambda: count_changed(old, new),
+            "encode": classed.encode,
+            "decode": lambda: [classed.decode([payload]) for payload in payloads],
+            "compare two": lambda: list(pool.map(lambda half: count_changed(*half), halves(old, new))),
+            "encode two": lambda: classed.encode(pool),
+            "decode two": lambda: classed.decode(payloads, pool),
+            "base-free encode": base_free.encode,
+            "base-free decode": lambda: base_free.decode(base_free_payloads),
+        }
+        for _ in range(rounds):
+            for name, work in works.items():
+                timed.setdefault(name, []).append(seconds(work))
+    took = {name: statistics.median(values) for name, values in timed.items()}
+
+    def of_compare(name: str, compare: str) -> float:
+        """The ratio within each round, so that what else the machine did weighs on both."""
+        return statistics.median(c / t for c, t in zip(timed[compare], timed[name], strict=True))
+
+    bound = exponent_bound(old, new)
+    sizes = Sizes(
         input=delta.name,
         num_elements=old.size,
+        num_changed=changed,
         density=changed / old.size,
-        bytes_per_change=sum(map(len, payloads)) / changed,
-        bound_bytes_per_change=bound_bits(old, new) / 8 / changed,
+        bound=bound.num_bytes / changed,
+        bound_position_bits=bound.position_bits / changed,
+        bound_step_bits=bound.step_bits / changed,
+        payload=sum(map(len, payloads)) / changed,
+        all=stored_bytes(delta) / changed,
         share_of_full=sum(map(len, payloads)) / old.nbytes,
-        raw_bytes_per_change=6.0,
-        gaps_zstd_bytes_per_change=gaps_zstd(old, new) / changed,
-        xor_zstd_bytes_per_change=xor_zstd(old, new) / changed,
-        encode_gb_per_second=gigabytes / median_seconds(encode, rounds),
-        decode_gb_per_second=gigabytes / median_seconds(decode, rounds),
-        compare_gb_per_second=gigabytes / median_seconds(lambda: np.flatnonzero(old != new), rounds),
+        base_free=sum(map(len, base_free_payloads)) / changed,
+        gaps_zstd=gaps_zstd(old, new) / changed,
+        xor_zstd=xor_zstd(old, new) / changed,
+        arc_v3_median=statistics.median(run.num_bytes for run in arc_v3) / changed if arc_v3 else None,
+        arc_v3_best=min(run.num_bytes for run in arc_v3) / changed if arc_v3 else None,
+        arc_v2=arc_v2[0].num_bytes / changed if arc_v2 else None,
     )
+    speeds = Speeds(
+        input=delta.name,
+        compare=gigabytes / took["compare"],
+        compare_two_threads=gigabytes / took["compare two"],
+        encode=gigabytes / took["encode"],
+        encode_two_threads=gigabytes / took["encode two"],
+        encode_of_compare=of_compare("encode", "compare"),
+        encode_two_threads_of_compare=of_compare("encode two", "compare two"),
+        decode=gigabytes / took["decode"],
+        decode_two_threads=gigabytes / took["decode two"],
+        decode_of_compare=of_compare("decode", "compare"),
+        base_free_encode=gigabytes / took["base-free encode"],
+        base_free_decode=gigabytes / took["base-free decode"],
+        arc_v3_encode=gigabytes / statistics.median(run.encode_seconds for run in arc_v3) if arc_v3 else None,
+        arc_v3_decode=gigabytes / statistics.median(run.decode_seconds for run in arc_v3) if arc_v3 else None,
+        scatter_changes_per_second=changed / statistics.median(classed.scatter_seconds(decoded) for _ in range(rounds)),
+        encode_peak_extra_bytes=peaks["encode"],
+        decode_peak_extra_bytes=peaks["decode"],
+    )
+    return sizes, speeds
+
+
+def value_stream_bytes(old: Words, new: Words) -> int:
+    """Return what signs, tokens, tables and raw bits of these changes take in classed bodies."""
+    total = 0
+    for start in range(0, len(old), 4 << 20):
+        before, steps = old[start : start + (4 << 20)], (new - old)[start : start + (4 << 20)]
+        cuts = fit_partition([before], [before + steps]).cuts
+        every = np.arange(len(before))
+        # A body of steps of one is all but the steps themselves, and their signs.
+        units = len(encode_classed(before, every, np.ones_like(steps), cuts)) - -(-len(steps) // 8)
+        total += len(encode_classed(before, every, steps, cuts)) - units
+    return total
+
+
+def calibrate(num_elements: int) -> list[Calibration]:
+    """Return Table 2 of the NeMo-DCR paper, scaled to 20 million elements where there are fewer."""
+    rows = []
+    for amplitude, (overwrite, xor) in PUBLISHED_OVERWRITE_AND_XOR.items():
+        old, new = overwrite_words(amplitude, num_elements)
+        scale = 20e6 / num_elements / 1e6
+        rows.append(
+            Calibration(
+                amplitude=amplitude,
+                overwrite=overwrite_stream(old, new) * scale,
+                published_overwrite=overwrite,
+                xor=xor_stream(old, new) * scale,
+                published_xor=xor,
+                ours=value_stream_bytes(old, new) * scale,
+            )
+        )
+    return rows
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print(
+            "  ".join(
+                cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+        )
+    print()
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def show(sizes: Sequence[Sizes], speeds: Sequence[Speeds], calibration: Sequence[Calibration]) -> None:
+    print("Bytes per changed element")
+    table(
+        ["input", "changed", "bound", "payload", "x bound", "all", "x bound", "% of full", "x ARCv3", "x best",
+         "ARCv3", "ARCv2", "base-free", "raw", "gaps+zstd", "xor+zstd"],
+        [
+            [
+                s.input, f"{s.density:.3%}", number(s.bound), number(s.payload), number(s.payload / s.bound), number(s.all),
+                number(s.all / s.bound), f"{s.share_of_full:.3%}",
+                number(s.payload / s.arc_v3_median if s.arc_v3_median else None),
+                number(s.payload / s.arc_v3_best if s.arc_v3_best else None),
+                number(s.arc_v3_median), number(s.arc_v2), number(s.base_free), number(s.raw, 1), number(s.gaps_zstd, 2),
+                number(s.xor_zstd, 2),
+            ]
+            for s in sizes
+        ],
+    )  # fmt: skip
+    print("GB/s of one bf16 array (2: two threads); extra memory in MB")
+    table(
+        ["input", "compare", "encode", "of compare", "decode", "of compare", "compare 2", "encode 2", "of compare 2",
+         "decode 2", "base-free enc", "dec", "ARCv3 enc", "dec", "x ARCv3 enc", "scatter M/s", "enc MB", "dec MB"],
+        [
+            [
+                s.input, number(s.compare, 2), number(s.encode, 2), number(s.encode_of_compare, 2), number(s.decode, 2),
+                number(s.decode_of_compare, 2), number(s.compare_two_threads, 2), number(s.encode_two_threads, 2),
+                number(s.encode_two_threads_of_compare, 2), number(s.decode_two_threads, 2), number(s.base_free_encode, 2),
+                number(s.base_free_decode, 2), number(s.arc_v3_encode, 2), number(s.arc_v3_decode, 2),
+                number(s.encode / s.arc_v3_encode if s.arc_v3_encode else None, 1),
+                number(s.scatter_changes_per_second / 1e6, 0), number(s.encode_peak_extra_bytes / 1e6, 0),
+                number(s.decode_peak_extra_bytes / 1e6, 0),
+            ]
+            for s in speeds
+        ],
+    )  # fmt: skip
+    print("Value streams in MB, 20 M standard normal elements with noise (NeMo-DCR, Table 2)")
+    table(
+        ["amplitude", "overwrite", "published", "xor", "published", "ours"],
+        [
+            [f"{c.amplitude:g}", number(c.overwrite, 2), number(c.published_overwrite, 2), number(c.xor, 2),
+             number(c.published_xor, 2), number(c.ours, 2)]
+            for c in calibration
+        ],
+    )  # fmt: skip
+
+
+def deltas(traces: Sequence[Path], num_elements: int) -> Iterator[Delta]:
+    """Yield every input, one at a time in memory."""
+    for directory in traces:
+        yield from trace(directory)
+    for label in SYNTHETIC_SCALES:
+        yield synthetic(label, num_elements)
 
 
 def main() -> None:
@@ -147,22 +419,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     num_elements, rounds = (1 << 20, 1) if arguments.smoke else (1 << 26, ROUNDS)
-    deltas = [delta for directory in arguments.trace for delta in trace(directory)]
-    deltas += [synthetic(label, num_elements) for label in SYNTHETIC_SCALES]
-    rows = [measure(delta, rounds) for delta in deltas]
-    print(
-        f"{'input':<18} {'changed':>8} {'B/chg':>6} {'bound':>6} {'x bound':>7} {'% full':>7} {'gaps+zstd':>9} {'xor+zstd':>8} {'enc GB/s':>8} {'dec GB/s':>8} {'cmp GB/s':>8}"
-    )
-    for row in rows:
-        print(
-            f"{row.input:<18} {row.density:8.3%} {row.bytes_per_change:6.3f} {row.bound_bytes_per_change:6.3f} "
-            f"{row.bytes_per_change / row.bound_bytes_per_change:7.2f} {row.share_of_full:7.3%} {row.gaps_zstd_bytes_per_change:9.2f} "
-            f"{row.xor_zstd_bytes_per_change:8.2f} {row.encode_gb_per_second:8.2f} {row.decode_gb_per_second:8.2f} {row.compare_gb_per_second:8.2f}"
-        )
+    native = kernel()
+    print(f"kernel: {'none, pure NumPy' if native is None else native.isa.name.lower()}; {platform.platform()}")
+    if not arc_is_installed():
+        print("ARC is NOT measured: pip install fireworks-delta-compression==0.1.0 (benchmarks only)")
+    sizes, speeds = [], []
+    for delta in deltas(arguments.trace, num_elements):
+        of_delta = measure(delta, rounds)
+        sizes.append(of_delta[0])
+        speeds.append(of_delta[1])
+    calibration = calibrate(1_000_000 if arguments.smoke else 20_000_000)
+    show(sizes, speeds, calibration)
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"machine": platform.platform(), "rows": [asdict(row) for row in rows]}, indent=1)
-        )
+        figures = {
+            "machine": platform.platform(),
+            "kernel": None if native is None else native.isa.name.lower(),
+            "sizes": [asdict(row) for row in sizes],
+            "speeds": [asdict(row) for row in speeds],
+            "calibration": [asdict(row) for row in calibration],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import zstandard
 
 Words = npt.NDArray[np.uint16]
 
-SYNTHETIC_SCALES = {"0.22 %": 9.0e-8, "0.85 %": 3.4e-7, "2.8 %": 1.15e-6}
+SYNTHETIC_SCALES = {"0.22 %": 4.26e-8, "0.85 %": 1.987e-7, "2.8 %": 8.11e-7}
 """Standard deviation of the step that gives about this density on weights ~ N(0, 0.02)."""
 
 
@@ -44,6 +44,20 @@ def synthetic(label: str, num_elements: int, seed: int = 0) -> Delta:
     old = master.astype(ml_dtypes.bfloat16).view(np.uint16)
     new = (master + step).astype(ml_dtypes.bfloat16).view(np.uint16)
     return Delta(name=f"synthetic {label}", old={"w": old}, new={"w": new})
+
+
+def overwrite_words(amplitude: float, num_elements: int, seed: int = 0) -> tuple[Words, Words]:
+    """Return the changed words before and after normal noise of an amplitude on standard normal bf16 weights.
+
+    The input of Table 2 in the NeMo-DCR paper, which has 20 million elements.
+    """
+    random = np.random.default_rng(seed)
+    weights = random.standard_normal(num_elements, np.float32).astype(ml_dtypes.bfloat16)
+    noise = random.standard_normal(num_elements, np.float32) * np.float32(amplitude)
+    after = (weights.astype(np.float32) + noise).astype(ml_dtypes.bfloat16)
+    old, new = weights.view(np.uint16), after.view(np.uint16)
+    changed = old != new
+    return old[changed], new[changed]
 
 
 def trace(directory: Path) -> Iterator[Delta]:

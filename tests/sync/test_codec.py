@@ -24,6 +24,7 @@ from sparsewire.sync.codec import (
     MAX_CHUNK_BYTES,
     EncodedChunk,
     Mode,
+    Profile,
     Segment,
     chunk_length,
     decode_chunk,
@@ -60,16 +61,17 @@ def real_weights(rng: np.random.Generator, size: int, *, step: float) -> tuple[B
     return bits_of(master.astype(ml_dtypes.bfloat16)), bits_of(moved.astype(ml_dtypes.bfloat16))
 
 
-def assert_round_trip(old: Array, new: Array) -> bytes:
-    payload = encode_tensor(old, new)
-    patch = decode_tensor(old, payload)
-    before, after = bits_of(old), bits_of(new)
-    assert patch.indices.dtype == np.int64
-    assert patch.indices.tolist() == np.flatnonzero(before != after).tolist()
-    assert patch.values.dtype == new.dtype
-    assert bits_of(patch.values).tolist() == after[patch.indices].tolist()
-    assert encode_tensor(old, new) == payload
-    return payload
+def assert_round_trip(old: Array, new: Array) -> dict[Profile, bytes]:
+    payloads = {profile: encode_tensor(old, new, profile=profile) for profile in Profile}
+    for profile, payload in payloads.items():
+        patch = decode_tensor(old, payload)
+        before, after = bits_of(old), bits_of(new)
+        assert patch.indices.dtype == np.int64
+        assert patch.indices.tolist() == np.flatnonzero(before != after).tolist()
+        assert patch.values.dtype == new.dtype
+        assert bits_of(patch.values).tolist() == after[patch.indices].tolist()
+        assert encode_tensor(old, new, profile=profile) == payload
+    return payloads
 
 
 @settings(deadline=None)
@@ -101,7 +103,8 @@ def test_signed_zeros_and_nan_payloads_are_changes(dtype: Any) -> None:
     old = np.array([0.0, -0.0, np.nan, np.nan, np.inf, 1.0], dtype)
     new = np.array([-0.0, 0.0, np.nan, np.nan, -np.inf, 1.0], dtype)
     bits_of(new)[2] ^= 1
-    assert decode_tensor(old, assert_round_trip(old, new)).indices.tolist() == [0, 1, 2, 4]
+    for payload in assert_round_trip(old, new).values():
+        assert decode_tensor(old, payload).indices.tolist() == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -144,9 +147,10 @@ def test_shapes_and_dtypes_must_agree() -> None:
         encode_tensor(array.astype(np.complex64), array.astype(np.complex64))
 
 
-def test_wrong_base_is_refused() -> None:
+@pytest.mark.parametrize("profile", Profile)
+def test_wrong_base_is_refused(profile: Profile) -> None:
     old, new = real_weights(np.random.default_rng(4), 20_000, step=1e-6)
-    payload = encode_tensor(old, new)
+    payload = encode_tensor(old, new, profile=profile)
     at = int(np.flatnonzero(old != new)[17])
     wrong = old.copy()
     wrong[at] ^= 1
@@ -189,28 +193,28 @@ def test_tensor_of_many_chunks_refuses_missing_swapped_and_repeated_ones() -> No
     ("make_new", "mode"),
     [
         (lambda old, rng: old, Mode.UNCHANGED),
-        (lambda old, rng: np.where(rng.random(len(old)) < 0.01, old + np.uint16(1), old), Mode.SPARSE),
-        (lambda old, rng: np.where(rng.random(len(old)) < 0.5, old + np.uint16(1), old), Mode.SPARSE),
-        (lambda old, rng: old + np.uint16(1), Mode.SPARSE),
+        (lambda old, rng: np.where(rng.random(len(old)) < 0.01, old + np.uint16(1), old), None),
+        (lambda old, rng: np.where(rng.random(len(old)) < 0.5, old + np.uint16(1), old), None),
+        (lambda old, rng: old + np.uint16(1), None),
         (lambda old, rng: rng.integers(0, 1 << 16, len(old)).astype(np.uint16), Mode.DENSE),
         (lambda old, rng: np.zeros_like(old), Mode.DENSE),
-        (lambda old, rng: real_weights(rng, len(old), step=0.0)[1], Mode.DENSE),
     ],
 )
-def test_mode_is_chosen_by_size(make_new: Callable[[Bits, np.random.Generator], Bits], mode: Mode) -> None:
+def test_mode_is_chosen_by_size(make_new: Callable[[Bits, np.random.Generator], Bits], mode: Mode | None) -> None:
     rng = np.random.default_rng(5)
     old, _ = real_weights(rng, 1 << 16, step=0.0)
     new = make_new(old, rng)
-    payload = assert_round_trip(old.view(ml_dtypes.bfloat16), new.view(ml_dtypes.bfloat16))
-    assert parse_chunk(payload).modes == (mode,)
-    assert len(payload) <= old.nbytes + 100
+    for profile, payload in assert_round_trip(old.view(ml_dtypes.bfloat16), new.view(ml_dtypes.bfloat16)).items():
+        assert parse_chunk(payload).modes == (profile.mode if mode is None else mode,)
+        assert len(payload) <= old.nbytes + 100
 
 
-def test_a_hundredth_of_bfloat16_weights_costs_at_most_1_45_bytes_a_change() -> None:
+@pytest.mark.parametrize(("profile", "limit"), [(Profile.CLASSED, 0.9), (Profile.BASE_FREE, 1.45)])
+def test_a_hundredth_of_bfloat16_weights_costs_few_bytes_a_change(profile: Profile, limit: float) -> None:
     old, new = real_weights(np.random.default_rng(6), 4 << 20, step=2.5e-7)
     changed = int((old != new).sum())
     assert 0.008 < changed / len(old) < 0.015
-    assert len(encode_tensor(old, new)) <= 1.45 * changed
+    assert len(encode_tensor(old, new, profile=profile)) <= limit * changed
 
 
 def test_anchor_of_bfloat16_weights_needs_at_most_70_percent() -> None:
@@ -246,8 +250,8 @@ def test_plan_size_beyond_what_decoders_take_is_refused() -> None:
         next(plan_segments([], chunk_bytes=MAX_CHUNK_BYTES + 1))
 
 
-def mixed_chunk() -> tuple[list[Segment], list[Bits], list[Bits], EncodedChunk]:
-    """Unchanged, sparse and dense segments, one of them the middle of a tensor."""
+def mixed_chunk(profile: Profile) -> tuple[list[Segment], list[Bits], list[Bits], EncodedChunk]:
+    """Unchanged, sparse or classed, and dense segments, one of them the middle of a tensor."""
     rng = np.random.default_rng(8)
     segments = [Segment(0, 0, 50), Segment(1, 100, 400), Segment(1, 500, 60), Segment(4, 0, 300), Segment(9, 7, 1)]
     old = [real_weights(rng, segment.count, step=0.0)[0] for segment in segments]
@@ -256,11 +260,12 @@ def mixed_chunk() -> tuple[list[Segment], list[Bits], list[Bits], EncodedChunk]:
     new[2][:] = rng.integers(0, 1 << 16, 60)
     new[3][[0, 5, 6, 7, 100]] -= np.array([1, 1, 2, 300, 1], np.uint16)
     new[4][0] ^= 0x8000
-    return segments, old, new, encode_chunk(Dtype.BF16, segments, old, new)
+    return segments, old, new, encode_chunk(Dtype.BF16, segments, old, new, profile=profile)
 
 
-def test_chunk_of_many_tensors_gives_patches_with_undo_and_digest_changes() -> None:
-    segments, old, new, encoded = mixed_chunk()
+@pytest.mark.parametrize("profile", Profile)
+def test_chunk_of_many_tensors_gives_patches_with_undo_and_digest_changes(profile: Profile) -> None:
+    segments, old, new, encoded = mixed_chunk(profile)
     held = dict(zip(segments, old, strict=True))
     asked: list[Segment] = []
 
@@ -270,7 +275,7 @@ def test_chunk_of_many_tensors_gives_patches_with_undo_and_digest_changes() -> N
 
     decoded = decode_chunk(encoded.payload, schema=None, base=base)
     assert decoded.segments == tuple(segments)
-    assert parse_chunk(encoded.payload).modes[:4] == (Mode.UNCHANGED, Mode.SPARSE, Mode.DENSE, Mode.SPARSE)
+    assert parse_chunk(encoded.payload).modes[:4] == (Mode.UNCHANGED, profile.mode, Mode.DENSE, profile.mode)
     assert asked == segments[1:]
     assert encoded.num_changed == 3 + int((old[2] != new[2]).sum()) + 5 + 1
     assert decoded.digest_changes == encoded.digest_changes
@@ -316,11 +321,11 @@ def test_anchor_needs_no_base_and_carries_whole_digests() -> None:
 
 def test_delta_without_a_base_is_refused() -> None:
     with pytest.raises(WrongBaseError, match="no base"):
-        decode_chunk(mixed_chunk()[3].payload, schema=None, base=None)
+        decode_chunk(mixed_chunk(Profile.CLASSED)[3].payload, schema=None, base=None)
 
 
 def test_chunk_must_fit_the_schema() -> None:
-    segments, old, _, encoded = mixed_chunk()
+    segments, old, _, encoded = mixed_chunk(Profile.CLASSED)
     held = dict(zip(segments, old, strict=True))
 
     def schema(*, count: int = 10, size: int = 560, dtype: Dtype = Dtype.BF16) -> Schema:
@@ -332,8 +337,8 @@ def test_chunk_must_fit_the_schema() -> None:
             decode_chunk(encoded.payload, schema=foreign, base=held.__getitem__)
 
 
-def test_decoding_reads_nothing_of_an_unchanged_element() -> None:
-    segments, old, _, encoded = mixed_chunk()
+def test_decoding_without_a_scan_reads_nothing_of_an_unchanged_element() -> None:
+    segments, old, _, encoded = mixed_chunk(Profile.BASE_FREE)
     touched = {(patch.tensor, patch.start): patch.indices for patch in encoded.patches}
     held = {}
     for segment, bits in zip(segments, old, strict=True):
@@ -365,7 +370,8 @@ def test_input_that_no_decoder_would_take_is_not_encoded(
 
 
 def sample_chunks() -> dict[str, tuple[bytes, Callable[[Segment], Bits] | None]]:
-    segments, old, _, mixed = mixed_chunk()
+    segments, old, _, mixed = mixed_chunk(Profile.CLASSED)
+    _, _, _, base_free = mixed_chunk(Profile.BASE_FREE)
     weights = real_weights(np.random.default_rng(9), 200, step=0.0)[0]
     anchor = encode_chunk(Dtype.BF16, [Segment(2, 0, 200)], None, [weights])
     held = dict(zip(segments, old, strict=True))
@@ -374,13 +380,18 @@ def sample_chunks() -> dict[str, tuple[bytes, Callable[[Segment], Bits] | None]]
         # A forged table may ask for any range within bounds.
         return held.get(segment, np.zeros(segment.count, np.uint16))
 
-    return {"delta": (mixed.payload, base), "anchor": (anchor.payload, None)}
+    return {
+        "classed": (mixed.payload, base),
+        "base-free": (base_free.payload, base),
+        "anchor": (anchor.payload, None),
+    }
 
 
+KINDS = ["classed", "base-free", "anchor"]
 REFUSALS = (DamagedError, UnsupportedFormatError, WrongBaseError)
 
 
-@pytest.mark.parametrize("kind", ["delta", "anchor"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_truncation_every_extension_and_every_flipped_bit_is_refused(kind: str) -> None:
     payload, base = sample_chunks()[kind]
     decode_chunk(payload, schema=None, base=base)
@@ -408,7 +419,7 @@ def reseal(payload: bytearray, *, fix_length: bool = True) -> bytes:
     return bytes(payload)
 
 
-@pytest.mark.parametrize("kind", ["delta", "anchor"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_flipped_bit_under_a_forged_checksum_is_refused_or_harmless(kind: str) -> None:
     payload, base = sample_chunks()[kind]
     honest = decode_chunk(payload, schema=None, base=base)
@@ -426,7 +437,7 @@ def test_every_flipped_bit_under_a_forged_checksum_is_refused_or_harmless(kind: 
 @settings(deadline=None, max_examples=400)
 @given(st.data())
 def test_forged_chunks_raise_nothing_but_our_errors(data: st.DataObject) -> None:
-    payload, base = sample_chunks()[data.draw(st.sampled_from(["delta", "anchor"]))]
+    payload, base = sample_chunks()[data.draw(st.sampled_from(KINDS))]
     forged = bytearray(payload)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(6, len(forged) - 1))
@@ -451,11 +462,11 @@ def test_noise_is_no_payload(noise: bytes) -> None:
         decode_tensor(np.zeros(4, np.uint16), noise)
 
 
-def forge(**fields: int) -> bytes:
-    """A chunk of one sparse segment with chosen header numbers and table."""
-    names = ["dtype", "flags", "total", "segments", "table_bytes", "num_sparse", "sparse_bytes"]
-    segments, old, new, _ = mixed_chunk()
-    payload = bytearray(encode_chunk(Dtype.BF16, segments[1:2], old[1:2], new[1:2]).payload)
+def forge(profile: Profile, **fields: int) -> bytes:
+    """A chunk of one changed segment with chosen header numbers and table."""
+    names = ["dtype", "flags", "total", "segments", "table_bytes", "num_changed", "changes_bytes"]
+    segments, old, new, _ = mixed_chunk(profile)
+    payload = bytearray(encode_chunk(Dtype.BF16, segments[1:2], old[1:2], new[1:2], profile=profile).payload)
     values = dict(zip(names, struct.unpack_from("<BBIIIII", payload, 6), strict=True)) | fields
     struct.pack_into("<BBIIIII", payload, 6, *(values[name] for name in names))
     return reseal(payload, fix_length="total" not in fields)
@@ -466,7 +477,8 @@ def forge(**fields: int) -> bytes:
     [
         ({"dtype": 0}, UnsupportedFormatError),
         ({"dtype": 99}, UnsupportedFormatError),
-        ({"flags": 2}, UnsupportedFormatError),
+        ({"flags": 4}, UnsupportedFormatError),
+        ({"flags": 2}, DamagedError),
         ({"flags": 1}, DamagedError),
         ({"total": 0xFFFFFFFF}, DamagedError),
         ({"total": 10}, DamagedError),
@@ -474,24 +486,37 @@ def forge(**fields: int) -> bytes:
         ({"segments": 2}, DamagedError),
         ({"segments": 0}, DamagedError),
         ({"table_bytes": 0xFFFFFFFF}, DamagedError),
-        ({"num_sparse": 0xFFFFFFFF}, DamagedError),
-        ({"num_sparse": 401}, DamagedError),
-        ({"num_sparse": 4}, DamagedError),
-        ({"num_sparse": 0}, DamagedError),
-        ({"sparse_bytes": 0xFFFFFFFF}, DamagedError),
-        ({"sparse_bytes": 1}, DamagedError),
+        ({"num_changed": 0xFFFFFFFF}, DamagedError),
+        ({"num_changed": 401}, DamagedError),
+        ({"num_changed": 4}, DamagedError),
+        ({"num_changed": 0}, DamagedError),
+        ({"changes_bytes": 0xFFFFFFFF}, DamagedError),
+        ({"changes_bytes": 1}, DamagedError),
     ],
 )
-def test_header_numbers_are_bounded_before_use(fields: dict[str, int], error: type[SparsewireError]) -> None:
-    base = mixed_chunk()[1][1]
+@pytest.mark.parametrize("profile", Profile)
+def test_header_numbers_are_bounded_before_use(
+    profile: Profile, fields: dict[str, int], error: type[SparsewireError]
+) -> None:
+    base = mixed_chunk(profile)[1][1]
     with pytest.raises(error):
-        decode_chunk(forge(**fields), schema=None, base=lambda segment: base)
+        decode_chunk(forge(profile, **fields), schema=None, base=lambda segment: base)
+
+
+def test_sparse_and_classed_segments_do_not_go_together() -> None:
+    segments, _, _, encoded = mixed_chunk(Profile.CLASSED)
+    payload = bytearray(encoded.payload)
+    assert payload[HEADER.size + 3] == Mode.CLASSED
+    payload[HEADER.size + 3] = Mode.SPARSE
+    with pytest.raises(DamagedError, match="never go together"):
+        parse_chunk(reseal(payload))
+    assert len(segments) == 5
 
 
 def test_unknown_mode_and_format_ask_for_an_upgrade() -> None:
-    payload = bytearray(mixed_chunk()[3].payload)
-    payload[HEADER.size] = 3
-    with pytest.raises(UnsupportedFormatError, match=r"modes \[3\].*upgrade"):
+    payload = bytearray(mixed_chunk(Profile.CLASSED)[3].payload)
+    payload[HEADER.size] = 4
+    with pytest.raises(UnsupportedFormatError, match=r"modes \[4\].*upgrade"):
         parse_chunk(reseal(payload))
     payload[4:6] = b"\x02\x00"
     with pytest.raises(UnsupportedFormatError, match=r"format number 2.*upgrade"):

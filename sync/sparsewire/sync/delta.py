@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsewire.sync.native import kernel
 from sparsewire.sync.types import Bits, Indices
 
 
@@ -44,10 +45,7 @@ class TensorPatch:
 
 def apply_patch(bits: Bits, patch: TensorPatch) -> None:
     """Write the patch into `bits`, the whole tensor flat; writing it again changes nothing."""
-    if patch.indices is None:
-        bits[patch.start : patch.start + patch.count] = patch.values
-    else:
-        bits[patch.indices] = patch.values
+    _write(bits, patch, patch.values)
 
 
 def undo_patch(bits: Bits, patch: TensorPatch) -> None:
@@ -58,10 +56,22 @@ def undo_patch(bits: Bits, patch: TensorPatch) -> None:
     """
     if patch.undo is None:
         raise ValueError("patch has no undo values: its base was not known")
+    _write(bits, patch, patch.undo)
+
+
+def _write(bits: Bits, patch: TensorPatch, values: Bits) -> None:
+    native = kernel()
     if patch.indices is None:
-        bits[patch.start : patch.start + patch.count] = patch.undo
+        bits[patch.start : patch.start + patch.count] = values
+    elif (
+        native is not None
+        and bits.flags.c_contiguous
+        and values.flags.c_contiguous
+        and patch.indices.flags.c_contiguous
+    ):
+        native.scatter(bits, patch.indices, values)
     else:
-        bits[patch.indices] = patch.undo
+        bits[patch.indices] = values
 
 
 def changed_positions(old: Bits, new: Bits) -> Indices:

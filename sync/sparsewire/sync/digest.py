@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sparsewire.sync.native import kernel
 from sparsewire.sync.types import Bits, Dtype, Indices, Schema, bits_range
 
 _MASK = (1 << 64) - 1
@@ -90,6 +91,9 @@ def _sum_of_mixes(
 
 def digest_bits(bits: Bits, *, start: int = 0) -> TensorDigest:
     """Return the digest of a flat range of a tensor whose first element has flat index `start`."""
+    native = kernel()
+    if native is not None:
+        return TensorDigest(*native.digest_range(np.ascontiguousarray(bits), start))
     total = ZERO
     ramp = np.arange(_BLOCK, dtype=np.uint64) * _INDEX_FACTOR
     key, second, scratch = (np.empty(_BLOCK, np.uint64) for _ in range(3))
@@ -105,6 +109,9 @@ def digest_bits(bits: Bits, *, start: int = 0) -> TensorDigest:
 
 def digest_at(indices: Indices, bits: Bits) -> TensorDigest:
     """Return the digest of the elements at flat positions `indices`; one entry of `bits` for each."""
+    native = kernel()
+    if native is not None:
+        return TensorDigest(*native.digest_at(np.ascontiguousarray(indices, np.int64), np.ascontiguousarray(bits)))
     total = ZERO
     second, scratch = (np.empty(min(_BLOCK, len(bits)), np.uint64) for _ in range(2))
     for at in range(0, len(bits), _BLOCK):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from sparsewire.sync.codec import encode_chunk, plan_segments
+from sparsewire.sync.codec import CutsMemory, Profile, encode_chunk, plan_segments
 from sparsewire.sync.delta import TensorPatch
 from sparsewire.sync.digest import ZERO, TensorDigest
 from sparsewire.sync.manifest import ChunkRef, PackRef
@@ -95,11 +95,20 @@ class _PackStream:
 
 
 def write_pack(
-    view: LocalView, base: LocalView | None, *, store: Store, run: str, pack_key: str, chunk_bytes: int
+    view: LocalView,
+    base: LocalView | None,
+    *,
+    store: Store,
+    run: str,
+    pack_key: str,
+    chunk_bytes: int,
+    profile: Profile,
+    cuts: CutsMemory,
 ) -> Part:
     """Encode what turns `base` into `view` (all of it when `base` is None), and store it under `pack_key` of the run.
 
-    When this returns the pack is in the store, complete; when it raises there is none.
+    `cuts` holds those of the pack before and takes note of those used here. When this returns the pack is in the store,
+    complete; when it raises there is none.
     """
     started = time.monotonic()
     changes: dict[int, TensorDigest] = {}
@@ -110,7 +119,16 @@ def write_pack(
         stream = _PackStream(store, f"{run}/{pack_key}", stack)
         for plan in plan_segments(extents, chunk_bytes=chunk_bytes):
             old = None if base is None else [base.at(segment) for segment in plan.segments]
-            chunk = encode_chunk(plan.dtype, plan.segments, old, [view.at(segment) for segment in plan.segments])
+            place = plan.segments[0]
+            chunk = encode_chunk(
+                plan.dtype,
+                plan.segments,
+                old,
+                [view.at(segment) for segment in plan.segments],
+                profile=profile,
+                cuts=cuts.suggest(place),
+            )
+            cuts.remember(place, chunk.cuts)
             if chunk.num_changed == 0:
                 continue
             stream.append(chunk.payload)

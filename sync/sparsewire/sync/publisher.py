@@ -32,7 +32,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sparsewire.sync.baseline import Baseline
 from sparsewire.sync.chain import LinkKind, anchor_due, retained
-from sparsewire.sync.codec import CHUNK_BYTES
+from sparsewire.sync.codec import CHUNK_BYTES, CutsMemory, Profile
 from sparsewire.sync.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -83,6 +83,8 @@ class PublisherSettings:
     """How many of the newest versions stay reachable for a worker that holds them."""
     chunk_bytes: int = CHUNK_BYTES
     """Bytes of the view that a chunk covers: the unit of memory and of verification."""
+    profile: Profile = Profile.CLASSED
+    """How changes are coded; `base-free` for readers that cannot scan their weights. Readers take either."""
     timeout: timedelta = timedelta(minutes=30)
     """Bound on one publish, and on waiting for the one before it."""
 
@@ -123,6 +125,7 @@ class Publisher:
         self._agreement = Agreement(ranks)
         self._baseline = Baseline(url=url, run=run)
         self._flight: Future[Manifest] | None = None
+        self._cuts = CutsMemory()
         self._listeners: list[Callable[[Manifest], None]] = []
         self.last_report: PublishReport | None = None
         """Cost of the newest publish."""
@@ -332,7 +335,14 @@ class Publisher:
         def write() -> bytes:
             nonlocal part
             part = write_pack(
-                view, base(), store=self.store, run=self._run, pack_key=key, chunk_bytes=self._settings.chunk_bytes
+                view,
+                base(),
+                store=self.store,
+                run=self._run,
+                pack_key=key,
+                chunk_bytes=self._settings.chunk_bytes,
+                profile=self._settings.profile,
+                cuts=self._cuts,
             )
             return part.to_bytes()
 

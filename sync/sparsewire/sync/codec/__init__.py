@@ -1,13 +1,15 @@
 """The delta format: encode what changed in the weights, decode it against the weights it was made from.
 
-In the order of the flow: `plan` cuts a view into chunks, `chunk` codes one of them, `container` frames it, `streams`
-holds the two byte streams inside, `tensor` does it all for a single array. docs/format.md gives every byte.
+In the order of the flow: `plan` cuts a view into chunks, `chunk` codes one of them in three kinds of body, `container`
+frames it, `tensor` does it all for a single array. The classed body (`classed`) rests on `cuts`, `classes`, `rice`, `steps`,
+`rans` and `bitfields`; the `sparse` and `dense` ones on `streams`. docs/format.md gives every byte, docs/codec.md the reasons.
 """
 
 from __future__ import annotations
 
 from sparsewire.sync.codec.chunk import DecodedChunk, EncodedChunk, decode_chunk, encode_chunk
-from sparsewire.sync.codec.container import Mode, ParsedChunk, chunk_length, parse_chunk
+from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, chunk_length, parse_chunk
+from sparsewire.sync.codec.cuts import CutsMemory
 from sparsewire.sync.codec.plan import (
     CHUNK_BYTES,
     MAX_CHUNK_BYTES,
@@ -25,11 +27,13 @@ __all__ = [
     "ChunkPlan",
     "Segment",
     "plan_segments",
+    "CutsMemory",
     "EncodedChunk",
     "encode_chunk",
     "DecodedChunk",
     "decode_chunk",
     "Mode",
+    "Profile",
     "ParsedChunk",
     "parse_chunk",
     "chunk_length",

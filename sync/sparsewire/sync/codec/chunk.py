@@ -1,15 +1,13 @@
 """Encode and decode one chunk: choose a mode for each segment, code all of a mode jointly, prove the result.
 
 Pure. The publisher encodes a chunk from old and new bits; the subscriber decodes it against the bits of its mirror.
-Decoding touches only the changed elements of sparse segments, and returns nothing before the chunk's check agrees:
-the sum over the changed elements of new minus old digest terms (new terms alone in an anchor), so a wrong base is
-found here, before any weight is written.
+Decoding returns nothing before the chunk's check agrees: the sum over the changed elements of new minus old digest terms
+(new terms alone in an anchor), so a wrong base is found here, before any weight is written.
 
-Sparse segments share one body, in the coordinates of their concatenation: gaps between changes, then per change a
-sign bit and a magnitude, the modular step `new - old`. Steps are ordered by the exponent of the old value, which the
-decoder knows once it knows the positions: weights of one binade move by like steps, so equal tokens come together.
-Dense segments share a body of byte planes. No class of positions is conditioned on the base yet: that will be a new
-mode number in the same frame.
+    segments ─┬─ nothing differs ──────────────► unchanged
+              ├─ dense is smaller ─────────────► dense body     (dense.py)
+              └─ else, by the run's profile ─┬─► classed body   (classed.py; the reader scans its base)
+                                             └─► sparse body    (sparse.py; it reads changed elements only)
 """
 
 from __future__ import annotations
@@ -17,56 +15,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sparsewire.sync.codec.container import Mode, ParsedChunk, parse_chunk, seal
+from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, parse_chunk, seal
+from sparsewire.sync.codec.cuts import fit_partition
+from sparsewire.sync.codec.dense import decode_dense, encode_dense
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
-from sparsewire.sync.codec.streams import (
-    Reader,
-    Unsigned,
-    read_bytes,
-    read_integers,
-    split_tokens,
-    write_bytes,
-    write_integers,
-)
+from sparsewire.sync.codec.reference import Reference, join_bits
+from sparsewire.sync.codec.sparse import encode_sparse, estimate_sparse_size, parse_sparse
 from sparsewire.sync.delta import TensorPatch, changed_positions
 from sparsewire.sync.digest import ZERO, TensorDigest, digest_at, digest_bits
 from sparsewire.sync.errors import DamagedError, WrongBaseError
+from sparsewire.sync.native import Found, Kernel, NativeDecoding, NativeEncoding, Wish, kernel
 from sparsewire.sync.types import Bits, Dtype, Indices, Schema
 
-SURELY_SPARSE_DENSITY = 1 / 8
-"""Below this share of changed elements sparse is smaller for any new bits that are not trivial, and is not compared."""
+CROWDED = 8
+"""A segment is tried as dense when more than one element in so many changed; below, dense is larger unless its new bits are
+trivial."""
 
-ESTIMATE_SAMPLE = 1 << 16
-"""Changes from which the size of the sparse mode is estimated: the entropy of 200 tokens is then known to 0.2 %."""
-TABLE_BITS_PER_TOKEN = 4
-"""What a distinct token costs in zstd's Huffman table, about."""
-
-_CLASS_SHIFT: Mapping[Dtype, int] = {
-    Dtype.BOOL: 0,
-    Dtype.U8: 3,
-    Dtype.I8: 3,
-    Dtype.F8_E4M3: 3,
-    Dtype.F8_E4M3FNUZ: 3,
-    Dtype.F8_E5M2: 2,
-    Dtype.F8_E5M2FNUZ: 2,
-    Dtype.F8_E8M0: 0,
-    Dtype.U16: 7,
-    Dtype.I16: 7,
-    Dtype.BF16: 7,
-    Dtype.F16: 10,
-    Dtype.U32: 23,
-    Dtype.I32: 23,
-    Dtype.F32: 23,
-    Dtype.U64: 52,
-    Dtype.I64: 52,
-    Dtype.F64: 52,
-}
-"""Mantissa bits below the exponent; integer dtypes are taken for the bits of bf16, f32 and f64, as callers pass those."""
+SMALL_ELEMENTS = 1 << 10
+MANY_SMALL = 64
+"""With more than so many small segments, those that did not change are classed as well: their elements cost less than a
+mode of their own does in the segment table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +52,8 @@ class EncodedChunk:
     """Elements whose bits differ; all of them in an anchor. A chunk with 0 need not be stored."""
     digest_changes: Mapping[int, TensorDigest]
     """By tensor: what to add to its digest; in an anchor the digest of the ranges covered here."""
+    cuts: bytes | None
+    """The cuts of the classed body, which also suit the next change of the same elements; None without such a body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,41 +70,32 @@ class DecodedChunk:
 
 
 def encode_chunk(
-    dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits] | None, new: Sequence[Bits]
+    dtype: Dtype,
+    segments: Sequence[Segment],
+    old: Sequence[Bits] | None,
+    new: Sequence[Bits],
+    *,
+    profile: Profile = Profile.CLASSED,
+    cuts: bytes | None = None,
 ) -> EncodedChunk:
     """Encode the change of `segments` from `old` to `new`, flat bits of each range; `old` None makes an anchor chunk.
 
+    In the classed profile `cuts` are those of an earlier change of the same elements; None fits them to this one.
     Equal input gives equal bytes for one version of zstd. Extra memory is some multiple of the bits given.
 
     Raises:
-        ValueError: segments overlap or descend, exceed the limits of a chunk, or do not fit the bits given.
+        ValueError: segments overlap or descend, exceed the limits of a chunk, or do not fit the bits given; `cuts` are
+            not ascending keys.
     """
     _check_input(dtype, segments, old, new)
     if old is None:
-        patches = [_dense_patch(s, None, bits) for s, bits in zip(segments, new, strict=True)]
-        return _encode(dtype, segments, [Mode.DENSE] * len(segments), patches, is_anchor=True)
-    modes, changed = [], []
-    num_changed = 0
-    for segment, before, after in zip(segments, old, new, strict=True):
-        positions = changed_positions(before, after)
-        num_changed += len(positions)
-        if not len(positions):
-            modes.append(Mode.UNCHANGED)
-            continue
-        patch = TensorPatch(
-            tensor=segment.tensor,
-            start=segment.start,
-            count=segment.count,
-            indices=positions + segment.start,
-            values=after[positions],
-            undo=before[positions],
-        )
-        dense_is_smaller = len(positions) > SURELY_SPARSE_DENSITY * segment.count and (
-            _dense_size(dtype, after) < _estimate_sparse_size(dtype, positions, patch)
-        )
-        modes.append(Mode.DENSE if dense_is_smaller else Mode.SPARSE)
-        changed.append(_dense_patch(segment, before, after) if dense_is_smaller else patch)
-    return _encode(dtype, segments, modes, changed, is_anchor=False, num_changed=num_changed)
+        whole = [_dense_patch(s, None, bits) for s, bits in zip(segments, new, strict=True)]
+        return _seal(dtype, segments, [Mode.DENSE] * len(segments), whole, num_changed=sum(map(len, new)))
+    if not segments:
+        return _seal(dtype, segments, [], [], num_changed=0)
+    if profile is Profile.BASE_FREE:
+        return _encode_base_free(dtype, segments, old, new)
+    return _encode_classed(dtype, segments, old, new, cuts)
 
 
 def decode_chunk(
@@ -150,22 +115,21 @@ def decode_chunk(
     chunk = parse_chunk(payload)
     if schema is not None:
         _check_schema(chunk, schema)
-    # The streams are read before the base, so that what is wrong with the bytes is said to be damage.
-    gaps, signs, magnitudes = _read_sparse(chunk)
-    dense = _read_dense(chunk)
+    # The dense body is read before the base, so that what is wrong with the bytes is said to be damage.
+    dense = _parse_dense(chunk)
     bases = _fetch_bases(chunk, base)
-    changed = [(s, m) for s, m in zip(chunk.segments, chunk.modes, strict=True) if m is not Mode.UNCHANGED]
-    sparse_patches = _rebuild_sparse(chunk, changed, bases, gaps, signs, magnitudes)
+    coded, digests = _decode_changes(chunk, bases)
     patches = []
     at = 0
-    for number, (segment, mode) in enumerate(changed):
+    rest = iter(coded)
+    for number, (segment, mode) in enumerate(zip(chunk.segments, chunk.modes, strict=True)):
         if mode is Mode.DENSE:
             undo = None if chunk.is_anchor else bases[number].copy()
             patches.append(_dense_patch(segment, undo, dense[at : at + segment.count]))
             at += segment.count
-        else:
-            patches.append(sparse_patches[number])
-    changes = _digest_changes(patches)
+        elif mode is not Mode.UNCHANGED:
+            patches.append(next(rest))
+    changes = _digest_changes(patches, digests)
     found = sum(changes.values(), ZERO)
     if found != chunk.check:
         if chunk.is_anchor:
@@ -195,148 +159,164 @@ def _check_input(dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits] 
                 )
 
 
+def _encode_base_free(
+    dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits], new: Sequence[Bits]
+) -> EncodedChunk:
+    modes, patches, joint = [], [], []
+    offset = num_changed = 0
+    for segment, before, after in zip(segments, old, new, strict=True):
+        positions = changed_positions(before, after)
+        num_changed += len(positions)
+        patch = _sparse_patch(segment, positions + segment.start, before[positions], after[positions])
+        if not len(positions):
+            modes.append(Mode.UNCHANGED)
+        elif CROWDED * len(positions) > segment.count and len(encode_dense(after)) < estimate_sparse_size(
+            dtype, positions, before[positions], after[positions]
+        ):
+            modes.append(Mode.DENSE)
+            patches.append(_dense_patch(segment, before, after))
+        else:
+            modes.append(Mode.SPARSE)
+            patches.append(patch)
+            joint.append(positions + offset)
+            offset += segment.count
+    sparse = [patch for patch in patches if patch.indices is not None]
+    changes = b""
+    if sparse:
+        undo = join_bits([patch.undo for patch in sparse if patch.undo is not None])
+        changes = encode_sparse(dtype, np.concatenate(joint), undo, join_bits([patch.values for patch in sparse]))
+    return _seal(dtype, segments, modes, patches, changes=changes, num_changed=num_changed)
+
+
+def _encode_classed(
+    dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits], new: Sequence[Bits], cuts: bytes | None
+) -> EncodedChunk:
+    coder = _coder()
+    old, new = ([np.ascontiguousarray(bits) for bits in arrays] for arrays in (old, new))
+    starts = [segment.start for segment in segments]
+    used = fit_partition(old, new).cuts if cuts is None else cuts
+    encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED)
+    num_changed = int(encoding.num_changed.sum())
+    crowded = np.flatnonzero(encoding.found == Found.CROWDED).tolist()
+    wishes = [Wish.AUTO] * len(segments)
+    for number in crowded:
+        estimate = fit_partition([old[number]], [new[number]]).num_bits / 8
+        wishes[number] = Wish.SKIP if len(encode_dense(new[number])) < estimate else Wish.CLASSED
+    if num_changed and len(small := _small_unchanged(segments, encoding.found)) > MANY_SMALL:
+        for number in small:
+            wishes[number] = Wish.CLASSED
+    rest = [number for number, wish in enumerate(wishes) if wish is not Wish.SKIP]
+    if rest and (Wish.CLASSED in wishes or (crowded and cuts is None)):
+        if cuts is None:
+            used = fit_partition([old[number] for number in rest], [new[number] for number in rest]).cuts
+        encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED, wishes=wishes)
+    found = encoding.found
+    modes = [
+        Mode.UNCHANGED if what == Found.UNCHANGED else Mode.CLASSED if what == Found.CLASSED else Mode.DENSE
+        for what in found.tolist()
+    ]
+    classed = [segment for segment, mode in zip(segments, modes, strict=True) if mode is Mode.CLASSED]
+    coded = iter(_split(classed, encoding.num_changed[found == Found.CLASSED], encoding))
+    patches = []
+    for segment, mode, before, after in zip(segments, modes, old, new, strict=True):
+        if mode is Mode.DENSE:
+            patches.append(_dense_patch(segment, before, after))
+        elif mode is Mode.CLASSED:
+            patches.append(next(coded))
+    return _seal(
+        dtype,
+        segments,
+        modes,
+        patches,
+        digests=encoding.digests[found == Found.CLASSED],
+        changes=encoding.body,
+        cuts=used if classed else None,
+        num_changed=num_changed,
+    )
+
+
+def _small_unchanged(segments: Sequence[Segment], found: npt.NDArray[np.uint64]) -> list[int]:
+    unchanged = np.flatnonzero(found == Found.UNCHANGED).tolist()
+    return [number for number in unchanged if segments[number].count < SMALL_ELEMENTS]
+
+
+def _coder() -> Kernel | Reference:
+    native = kernel()
+    return Reference() if native is None else native
+
+
+def _split(
+    segments: Sequence[Segment], num_changed: npt.NDArray[np.uint64], coded: NativeEncoding | NativeDecoding
+) -> list[TensorPatch]:
+    """Return the patch of each segment out of those of all of them, one after the other."""
+    ends = np.cumsum(num_changed, dtype=np.int64).tolist()
+    return [
+        _sparse_patch(segment, coded.indices[a:b], coded.old[a:b], coded.new[a:b])
+        for segment, (a, b) in zip(segments, pairwise([0, *ends]), strict=True)
+    ]
+
+
 def _dense_patch(segment: Segment, undo: Bits | None, values: Bits) -> TensorPatch:
     return TensorPatch(
         tensor=segment.tensor, start=segment.start, count=segment.count, indices=None, values=values, undo=undo
     )
 
 
-def _encode(
+def _sparse_patch(segment: Segment, indices: Indices, undo: Bits, values: Bits) -> TensorPatch:
+    return TensorPatch(
+        tensor=segment.tensor,
+        start=segment.start,
+        count=segment.count,
+        indices=indices,
+        values=values,
+        undo=undo,
+    )
+
+
+def _seal(
     dtype: Dtype,
     segments: Sequence[Segment],
     modes: Sequence[Mode],
     patches: Sequence[TensorPatch],
     *,
-    is_anchor: bool,
-    num_changed: int | None = None,
+    num_changed: int,
+    digests: npt.NDArray[np.uint64] | None = None,
+    changes: bytes = b"",
+    cuts: bytes | None = None,
 ) -> EncodedChunk:
-    """Code the patches of all segments that are not unchanged, and seal the chunk."""
-    sparse, dense = bytearray(), bytearray()
-    offsets: list[Indices] = []
-    offset = 0
-    remaining = iter(patches)
-    for segment, mode in zip(segments, modes, strict=True):
-        patch = None if mode is Mode.UNCHANGED else next(remaining)
-        if mode is Mode.SPARSE and patch is not None and patch.indices is not None:
-            offsets.append(patch.indices + (offset - segment.start))
-            offset += segment.count
-    sparse_patches = [patch for patch in patches if patch.indices is not None]
-    if sparse_patches:
-        undo = _join([patch.undo for patch in sparse_patches if patch.undo is not None])
-        _write_sparse(sparse, dtype, np.concatenate(offsets), undo, _join([p.values for p in sparse_patches]))
-    dense_values = [patch.values for patch in patches if patch.indices is None]
-    if dense_values:
-        _write_dense(dense, dtype, _join(dense_values))
-    changes = _digest_changes(patches)
+    dense = [patch.values for patch in patches if patch.indices is None]
+    digest_changes = _digest_changes(patches, digests)
     payload = seal(
         dtype=dtype,
-        is_anchor=is_anchor,
+        is_anchor=any(patch.undo is None for patch in patches),
         segments=segments,
         modes=modes,
-        num_sparse=sum(len(positions) for positions in offsets),
-        sparse=sparse,
-        dense=dense,
-        check=sum(changes.values(), ZERO),
+        num_changed=sum(patch.num_changed for patch in patches if patch.indices is not None),
+        changes=changes,
+        dense=encode_dense(join_bits(dense)) if dense else b"",
+        check=sum(digest_changes.values(), ZERO),
     )
     return EncodedChunk(
-        payload=payload,
-        patches=tuple(patches),
-        num_changed=sum(s.count for s in segments) if num_changed is None else num_changed,
-        digest_changes=changes,
+        payload=payload, patches=tuple(patches), num_changed=num_changed, digest_changes=digest_changes, cuts=cuts
     )
 
 
-def _join(parts: Sequence[Bits]) -> Bits:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _digest_changes(patches: Sequence[TensorPatch]) -> dict[int, TensorDigest]:
+def _digest_changes(patches: Sequence[TensorPatch], digests: npt.NDArray[np.uint64] | None) -> dict[int, TensorDigest]:
+    """Return what the patches add to the digests of tensors; `digests` has it of each sparse one where it is known."""
     changes: dict[int, TensorDigest] = {}
+    known = None if digests is None else iter(digests.tolist())
     for patch in patches:
         if patch.indices is None:
             change = digest_bits(patch.values, start=patch.start)
             if patch.undo is not None:
                 change -= digest_bits(patch.undo, start=patch.start)
+        elif known is not None:
+            change = TensorDigest(*next(known))
         else:
-            change = digest_at(patch.indices, patch.values)
-            if patch.undo is not None:
-                change -= digest_at(patch.indices, patch.undo)
+            assert patch.undo is not None
+            change = digest_at(patch.indices, patch.values) - digest_at(patch.indices, patch.undo)
         changes[patch.tensor] = changes.get(patch.tensor, ZERO) + change
     return changes
-
-
-def _write_sparse(out: bytearray, dtype: Dtype, positions: Indices, old: Bits, new: Bits) -> None:
-    """Gaps; signs in class order, eight to a byte from the lowest bit up; magnitudes minus one in class order."""
-    write_integers(out, _gaps(positions))
-    negative, magnitudes = _split_steps(dtype, old, new)
-    order = _class_order(dtype, old)
-    out += np.packbits(negative[order], bitorder="little").data
-    write_integers(out, magnitudes[order])
-
-
-def _gaps(positions: Indices) -> npt.NDArray[np.uint32]:
-    """Unchanged elements before each change; positions lie within a chunk, so they fit."""
-    narrow = positions.astype(np.uint32)
-    gaps = np.empty_like(narrow)
-    gaps[:1] = narrow[:1]
-    np.subtract(narrow[1:], narrow[:-1], out=gaps[1:])
-    gaps[1:] -= np.uint32(1)
-    return gaps
-
-
-def _split_steps(dtype: Dtype, old: Bits, new: Bits) -> tuple[npt.NDArray[np.bool_], Unsigned]:
-    """Return (is negative, |step| - 1) of the modular steps read as two's complement."""
-    steps = new - old
-    negative = steps.view(f"i{dtype.width}") < 0
-    sign_fill = np.where(negative, steps.dtype.type(np.iinfo(steps.dtype).max), steps.dtype.type(0))
-    magnitudes: Unsigned = (steps ^ sign_fill) - sign_fill
-    magnitudes -= magnitudes.dtype.type(1)
-    return negative, magnitudes
-
-
-def _class_order(dtype: Dtype, old: Bits) -> npt.NDArray[np.intp]:
-    """The stable order by exponent field, sign left out; both sides compute it from the old bits."""
-    one = old.dtype.type(1)
-    fields = (old << one) >> old.dtype.type(_CLASS_SHIFT[dtype] + 1)
-    return np.argsort(fields.astype(np.uint8 if dtype.width < 8 else np.uint16), kind="stable")
-
-
-def _write_dense(out: bytearray, dtype: Dtype, bits: Bits) -> None:
-    """One byte stream for each byte of an element, lowest first, after a rotation that brings the sign to the bottom.
-
-    The rotation makes the highest byte of bf16 and f32 the whole exponent, which is what compresses.
-    """
-    for plane in _byte_planes(dtype, bits):
-        write_bytes(out, np.ascontiguousarray(plane))
-
-
-def _byte_planes(dtype: Dtype, bits: Bits) -> list[npt.NDArray[np.uint8]]:
-    if dtype.width == 1:
-        return [bits.view(np.uint8)]
-    top = bits.dtype.type(8 * dtype.width - 1)
-    rotated = (bits << bits.dtype.type(1)) | (bits >> top)
-    return list(rotated.view(np.uint8).reshape(-1, dtype.width).T)
-
-
-def _dense_size(dtype: Dtype, bits: Bits) -> int:
-    out = bytearray()
-    _write_dense(out, dtype, bits)
-    return len(out)
-
-
-def _estimate_sparse_size(dtype: Dtype, positions: Indices, patch: TensorPatch) -> float:
-    """Bytes that the sparse body of one segment needs, by the entropy of a sample of its tokens."""
-    assert patch.undo is not None
-    stride = -(-len(positions) // ESTIMATE_SAMPLE)
-    _, magnitudes = _split_steps(dtype, patch.undo[::stride], patch.values[::stride])
-    bits_per_change, table_bits = 1.0, 0
-    for values in (_gaps(positions)[::stride], magnitudes):
-        tokens, shifts, _ = split_tokens(values)
-        shares = np.bincount(tokens) / len(tokens)
-        shares = shares[shares > 0]
-        table_bits += TABLE_BITS_PER_TOKEN * len(shares)
-        bits_per_change += float(-(shares * np.log2(shares)).sum()) + float(shifts.mean())
-    return (bits_per_change * len(positions) + table_bits) / 8
 
 
 def _check_schema(chunk: ParsedChunk, schema: Schema) -> None:
@@ -351,12 +331,20 @@ def _check_schema(chunk: ParsedChunk, schema: Schema) -> None:
             )
 
 
-def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> list[Bits]:
-    """Return the base of each changed segment, checked for size and width; none for an anchor."""
+def _parse_dense(chunk: ParsedChunk) -> Bits:
+    if Mode.DENSE in chunk.modes:
+        return decode_dense(chunk.dense, chunk.dtype, chunk.count(Mode.DENSE))
+    if len(chunk.dense):
+        raise DamagedError(f"chunk: {len(chunk.dense)} bytes and no dense segment: fetch it again")
+    return np.empty(0, chunk.dtype.bits)
+
+
+def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> Mapping[int, Bits]:
+    """Return the base of each changed segment by its place, checked for size and width; none for an anchor."""
     if chunk.is_anchor:
-        return []
-    bases = []
-    for segment, mode in zip(chunk.segments, chunk.modes, strict=True):
+        return {}
+    bases = {}
+    for number, (segment, mode) in enumerate(zip(chunk.segments, chunk.modes, strict=True)):
         if mode is Mode.UNCHANGED:
             continue
         if base is None:
@@ -367,82 +355,43 @@ def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> 
                 f"chunk: tensor {segment.tensor} at {segment.start} needs {segment.count} elements of {chunk.dtype} "
                 f"as base, got {bits.dtype} bits of shape {bits.shape}: wrong weights; start from an anchor"
             )
-        bases.append(bits)
+        bases[number] = bits
     return bases
 
 
-def _read_sparse(chunk: ParsedChunk) -> tuple[Unsigned, npt.NDArray[np.bool_], Unsigned]:
-    """Return (gaps, is negative, |step| - 1), the last two in class order, each within its range."""
-    body = Reader(chunk.sparse)
-    num_elements = chunk.count(Mode.SPARSE)
-    if not num_elements:
-        body.finish()
-        empty: npt.NDArray[Any] = np.empty(0, np.uint64)
-        return empty, np.empty(0, np.bool_), empty
-    gaps = read_integers(body, chunk.num_sparse, num_elements)
-    packed = np.frombuffer(body.take((chunk.num_sparse + 7) // 8), np.uint8)
-    signs = np.unpackbits(packed, count=chunk.num_sparse, bitorder="little").view(np.bool_)
-    magnitudes = read_integers(body, chunk.num_sparse, (1 << (8 * chunk.dtype.width - 1)) - 1)
-    body.finish()
-    return gaps, signs, magnitudes
-
-
-def _read_dense(chunk: ParsedChunk) -> Bits:
-    """Return the new bits of all dense segments, one after the other."""
-    body = Reader(chunk.dense)
-    num_elements = chunk.count(Mode.DENSE)
-    dtype = chunk.dtype
-    if Mode.DENSE not in chunk.modes:
-        body.finish()
-        return np.empty(0, dtype.bits)
-    rotated = np.empty((num_elements, dtype.width), np.uint8)
-    for plane in range(dtype.width):
-        rotated[:, plane] = read_bytes(body, num_elements)
-    body.finish()
-    bits: Bits = rotated.reshape(-1).view(dtype.bits)
-    if dtype.width == 1:
-        return bits
-    top = bits.dtype.type(8 * dtype.width - 1)
-    return (bits >> bits.dtype.type(1)) | (bits << top)
-
-
-def _rebuild_sparse(
-    chunk: ParsedChunk,
-    changed: Sequence[tuple[Segment, Mode]],
-    bases: Sequence[Bits],
-    gaps: Unsigned,
-    signs: npt.NDArray[np.bool_],
-    magnitudes: Unsigned,
-) -> dict[int, TensorPatch]:
-    """Return the patches of sparse segments by their place in `changed`."""
-    numbers = [number for number, (_, mode) in enumerate(changed) if mode is Mode.SPARSE]
+def _decode_changes(
+    chunk: ParsedChunk, bases: Mapping[int, Bits]
+) -> tuple[list[TensorPatch], npt.NDArray[np.uint64] | None]:
+    """Return the patches of the sparse or classed segments, in order, and their digests where the coder has them."""
+    numbers = [number for number, mode in enumerate(chunk.modes) if mode is chunk.profile.mode]
     if not numbers:
-        return {}
-    segments = [changed[number][0] for number in numbers]
-    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        if len(chunk.changes) or chunk.num_changed:
+            raise DamagedError(f"chunk: {len(chunk.changes)} bytes of changes and no segment for them: fetch it again")
+        return [], None
+    segments = [chunk.segments[number] for number in numbers]
+    old = [bases[number] for number in numbers]
+    if chunk.profile is Profile.BASE_FREE:
+        return _decode_base_free(chunk, segments, old), None
+    decoding = _coder().decode(
+        chunk.changes,
+        num_changed=chunk.num_changed,
+        old=[np.ascontiguousarray(bits) for bits in old],
+        starts=[segment.start for segment in segments],
+    )
+    return _split(segments, decoding.num_changed, decoding), decoding.digests
+
+
+def _decode_base_free(chunk: ParsedChunk, segments: Sequence[Segment], old: Sequence[Bits]) -> list[TensorPatch]:
     ends = np.cumsum([segment.count for segment in segments])
-    if len(positions) and positions[-1] >= ends[-1]:
-        raise DamagedError(f"chunk: a change at {positions[-1]} in sparse segments of {ends[-1]}: fetch it again")
-    cuts = [0, *np.searchsorted(positions, ends).tolist()]
-    local, old = [], []
-    for place, number in enumerate(numbers):
-        part = positions[cuts[place] : cuts[place + 1]] - (ends[place] - segments[place].count)
-        local.append(part)
-        old.append(bases[number][part])
-    before = _join(old)
-    order = _class_order(chunk.dtype, before)
-    steps = magnitudes.astype(chunk.dtype.bits) + chunk.dtype.bits.type(1)
-    np.negative(steps, out=steps, where=signs)
-    after = np.empty_like(before)
-    after[order] = before[order] + steps
-    return {
-        number: TensorPatch(
-            tensor=segment.tensor,
-            start=segment.start,
-            count=segment.count,
-            indices=local[place] + segment.start,
-            values=after[cuts[place] : cuts[place + 1]],
-            undo=before[cuts[place] : cuts[place + 1]],
-        )
-        for place, (number, segment) in enumerate(zip(numbers, segments, strict=True))
-    }
+    streams = parse_sparse(chunk.changes, dtype=chunk.dtype, num_changed=chunk.num_changed, num_elements=int(ends[-1]))
+    joint = streams.positions()
+    if len(joint) and joint[-1] >= ends[-1]:
+        raise DamagedError(f"chunk: a change at {joint[-1]} in segments of {ends[-1]} elements: fetch it again")
+    cuts = [0, *np.searchsorted(joint, ends).tolist()]
+    places = [joint[a:b] - (end - s.count) for s, end, (a, b) in zip(segments, ends, pairwise(cuts), strict=True)]
+    undo = [bits[part] for bits, part in zip(old, places, strict=True)]
+    new = streams.new_bits(chunk.dtype, join_bits(undo))
+    return [
+        _sparse_patch(segment, part + segment.start, before, new[a:b])
+        for segment, part, before, (a, b) in zip(segments, places, undo, pairwise(cuts), strict=True)
+    ]

@@ -10,7 +10,9 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+
+import zstandard
 
 from sparsewire.sync.build import FORMAT_NUMBER
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
@@ -21,11 +23,15 @@ from sparsewire.sync.types import MAX_ELEMENTS, MAX_TENSORS, Dtype
 
 MAGIC = b"SWCH"
 HEADER = struct.Struct("<4sHBBIIIII16sI")
-"""magic, format, dtype, flags, total bytes, segments, table bytes, sparse changes, sparse bytes, check, crc."""
+"""magic, format, dtype, flags, total bytes, segments, table bytes, changes, bytes of their body, check, crc."""
 _CRC = struct.Struct("<I")
 _CHECKED_HEADER_BYTES = HEADER.size - _CRC.size
 
 ANCHOR_FLAG = 1
+PACKED_TABLE_FLAG = 2
+
+TABLE_ZSTD_LEVEL = 3
+_MAX_ROW_BYTES = 1 + 3 * MAX_VARINT_BYTES
 
 MAX_PAYLOAD_BYTES = 2 * MAX_CHUNK_BYTES
 """Bytes of one encoded chunk beyond which a decoder refuses it."""
@@ -62,6 +68,22 @@ class Mode(IntEnum):
     """Gaps and modular steps of the changed elements, in the joint sparse body."""
     DENSE = 2
     """All new bits, in the joint dense body."""
+    CLASSED = 3
+    """The changed elements, coded against the exponents of the base, in the joint classed body."""
+
+
+class Profile(StrEnum):
+    """Which of two bodies holds the changed elements; a run uses one of them, and a chunk never both."""
+
+    CLASSED = "classed"
+    """Half the size; its reader scans the base."""
+    BASE_FREE = "base-free"
+    """Its reader looks at changed elements only: for receivers without a mirror, and links faster than the scan."""
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of segments that some elements of changed."""
+        return Mode.CLASSED if self is Profile.CLASSED else Mode.SPARSE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +96,12 @@ class ParsedChunk:
     segments: tuple[Segment, ...]
     modes: tuple[Mode, ...]
     """One for each segment."""
-    num_sparse: int
-    """Changed elements in the sparse body."""
-    sparse: memoryview
+    profile: Profile
+    """What `changes` is; a chunk of dense and unchanged segments can be either."""
+    num_changed: int
+    """Changed elements in the sparse or classed body."""
+    changes: memoryview
+    """The sparse or classed body."""
     dense: memoryview
     check: TensorDigest
     """Sum over all changed elements of new minus old digest terms; of new terms alone for an anchor."""
@@ -92,21 +117,18 @@ def seal(
     is_anchor: bool,
     segments: Sequence[Segment],
     modes: Sequence[Mode],
-    num_sparse: int,
-    sparse: bytearray,
-    dense: bytearray,
+    num_changed: int,
+    changes: bytes,
+    dense: bytes,
     check: TensorDigest,
 ) -> bytes:
     """Return the chunk that `parse_chunk` takes apart again."""
-    table = bytearray(modes)
-    last = Segment(0, 0, 0)
-    for segment in segments:
-        write_varint(table, segment.tensor - last.tensor)
-        write_varint(table, segment.start - (last.stop if segment.tensor == last.tensor else 0))
-        write_varint(table, segment.count)
-        last = segment
-    total = HEADER.size + len(table) + len(sparse) + len(dense)
+    table = _write_table(segments, modes)
+    packed = zstandard.ZstdCompressor(level=TABLE_ZSTD_LEVEL).compress(table)
     flags = ANCHOR_FLAG if is_anchor else 0
+    if len(packed) < len(table):
+        table, flags = packed, flags | PACKED_TABLE_FLAG
+    total = HEADER.size + len(table) + len(changes) + len(dense)
     head = HEADER.pack(
         MAGIC,
         FORMAT_NUMBER,
@@ -115,12 +137,12 @@ def seal(
         total,
         len(segments),
         len(table),
-        num_sparse,
-        len(sparse),
+        num_changed,
+        len(changes),
         check.to_bytes(),
         0,
     )[:_CHECKED_HEADER_BYTES]
-    body = b"".join((table, sparse, dense))
+    body = b"".join((table, changes, dense))
     return b"".join((head, _CRC.pack(zlib.crc32(body, zlib.crc32(head))), body))
 
 
@@ -164,8 +186,8 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
         _,
         num_segments,
         table_bytes,
-        num_sparse,
-        sparse_bytes,
+        num_changed,
+        changes_bytes,
         check,
         crc,
     ) = HEADER.unpack_from(view)
@@ -173,31 +195,59 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
     if found != crc:
         raise DamagedError(f"chunk: checksum {found:08x}, its header states {crc:08x}: fetch it again")
     dtype = _DTYPES.get(dtype_code)
-    if dtype is None or flags & ~ANCHOR_FLAG:
+    if dtype is None or flags & ~(ANCHOR_FLAG | PACKED_TABLE_FLAG):
         raise UnsupportedFormatError(
             f"chunk: dtype {dtype_code}, flags {flags:#x} unknown to this build: upgrade the older side"
         )
-    if num_segments > MAX_SEGMENTS or table_bytes > num_segments * (1 + 3 * MAX_VARINT_BYTES):
-        raise DamagedError(f"chunk: {num_segments} segments in {table_bytes} bytes exceed the limits: fetch it again")
     body = Reader(view[HEADER.size :])
-    segments, modes = _read_table(Reader(body.take(table_bytes)), num_segments, dtype)
+    table = body.take(table_bytes)
+    if flags & PACKED_TABLE_FLAG:
+        table = _unpack_table(table, num_segments)
+    if num_segments > MAX_SEGMENTS or len(table) > num_segments * _MAX_ROW_BYTES:
+        raise DamagedError(f"chunk: {num_segments} segments in {len(table)} bytes exceed the limits: fetch it again")
+    segments, modes = _read_table(Reader(table), num_segments, dtype)
     parsed = ParsedChunk(
         dtype=dtype,
         is_anchor=bool(flags & ANCHOR_FLAG),
         segments=segments,
         modes=modes,
-        num_sparse=num_sparse,
-        sparse=body.take(sparse_bytes),
+        profile=Profile.CLASSED if Mode.CLASSED in modes else Profile.BASE_FREE,
+        num_changed=num_changed,
+        changes=body.take(changes_bytes),
         dense=body.take(body.left),
         check=TensorDigest.from_bytes(check),
     )
     if parsed.is_anchor and any(mode is not Mode.DENSE for mode in modes):
         raise DamagedError("chunk: an anchor chunk holds segments that are not dense: fetch it again")
-    if num_sparse > parsed.count(Mode.SPARSE):
-        raise DamagedError(
-            f"chunk: {num_sparse} changes in sparse segments of {parsed.count(Mode.SPARSE)} elements: fetch it again"
-        )
+    if Mode.SPARSE in modes and Mode.CLASSED in modes:
+        raise DamagedError("chunk: it holds sparse and classed segments, which never go together: fetch it again")
+    coded = parsed.count(parsed.profile.mode)
+    if num_changed > coded:
+        raise DamagedError(f"chunk: {num_changed} changes in segments of {coded} elements: fetch it again")
     return parsed
+
+
+def _write_table(segments: Sequence[Segment], modes: Sequence[Mode]) -> bytes:
+    """Return the modes, then three columns of varints, whose rows are much alike: zstd finds that."""
+    steps, skips, counts = bytearray(), bytearray(), bytearray()
+    last = Segment(0, 0, 0)
+    for segment in segments:
+        write_varint(steps, segment.tensor - last.tensor)
+        write_varint(skips, segment.start - (last.stop if segment.tensor == last.tensor else 0))
+        write_varint(counts, segment.count)
+        last = segment
+    return b"".join((bytes(modes), steps, skips, counts))
+
+
+def _unpack_table(packed: memoryview, num_segments: int) -> memoryview:
+    try:
+        # The frame states its own size and zstd would allocate that much, so it is compared first.
+        stated = zstandard.frame_content_size(packed)
+        if not 0 < stated <= min(num_segments, MAX_SEGMENTS) * _MAX_ROW_BYTES:
+            raise DamagedError(f"chunk: a table of {num_segments} segments states {stated} bytes: fetch it again")
+        return memoryview(zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"chunk: its segment table is not a zstd frame ({error}): fetch it again") from error
 
 
 def _read_table(table: Reader, num_segments: int, dtype: Dtype) -> tuple[tuple[Segment, ...], tuple[Mode, ...]]:
@@ -205,11 +255,12 @@ def _read_table(table: Reader, num_segments: int, dtype: Dtype) -> tuple[tuple[S
     unknown = sorted(set(codes) - set(Mode))
     if unknown:
         raise UnsupportedFormatError(f"chunk: segment modes {unknown} unknown to this build: upgrade the older side")
+    columns = [[table.varint() for _ in range(num_segments)] for _ in range(3)]
+    table.finish()
     segments = []
     last = Segment(0, 0, 0)
     num_elements = 0
-    for _ in range(num_segments):
-        step, skip, count = table.varint(), table.varint(), table.varint()
+    for step, skip, count in zip(*columns, strict=True):
         tensor = last.tensor + step
         start = skip + (0 if step else last.stop)
         num_elements += count
@@ -219,5 +270,4 @@ def _read_table(table: Reader, num_segments: int, dtype: Dtype) -> tuple[tuple[S
             )
         last = Segment(tensor, start, count)
         segments.append(last)
-    table.finish()
     return tuple(segments), tuple(map(Mode, codes))

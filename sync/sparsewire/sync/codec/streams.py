@@ -66,6 +66,16 @@ class Reader:
         self._at += size
         return part
 
+    def peek(self, size: int) -> memoryview:
+        """Return the next `size` bytes and leave them to be read.
+
+        Raises:
+            DamagedError: fewer are left.
+        """
+        part = self.take(size)
+        self._at -= size
+        return part
+
     def varint(self) -> int:
         """Return the next LEB128 number.
 

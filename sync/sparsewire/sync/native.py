@@ -1,0 +1,447 @@
+"""The native kernel: the classed codec and the digests at memory speed, where a compiled library is at hand.
+
+Contract. `kernel()` returns the loaded kernel, or None when there is none, which is said once in the log: everything
+works without it, some twenty times slower, and every byte is the same. SPARSEWIRE_NATIVE is `auto` (the default), `0` (do not
+load it) or `require` (its absence is an error); SPARSEWIRE_ISA lowers the instruction set to `base`, `avx2` or `avx512`.
+A kernel is immutable and may be used from any number of threads; each call releases the GIL while it runs. Work space
+is kept per thread and bounded. The library is built by hatch_build.py; native/abi.h describes the interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsewire.sync.errors import ConfigError, DamagedError, SparsewireError, UnsupportedFormatError, WrongBaseError
+from sparsewire.sync.types import Bits, Indices
+
+_log = logging.getLogger(__name__)
+
+ABI = 1
+"""Must equal SPARSEWIRE_ABI of native/abi.h: a library built from other sources is refused."""
+
+LIBRARY = Path(__file__).with_name("native") / "kernel.so"
+
+_TOO_SMALL = -7
+"""SW_TOO_SMALL of native/abi.h."""
+_KEPT_SCRATCH_BYTES = 32 << 20
+"""Work space beyond this is given back after a call; chunks of usual density need less."""
+
+Counts = npt.NDArray[np.uint64]
+
+
+class Isa(IntEnum):
+    """Instruction sets that the library is compiled for, ascending."""
+
+    BASE = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class Wish(IntEnum):
+    """What the encoder is to do with a segment."""
+
+    SKIP = 2
+    """Leave it out."""
+    CLASSED = 3
+    """Take it however dense it is."""
+    AUTO = 254
+    """Take it if it changed and is not crowded."""
+
+
+class Found(IntEnum):
+    """What the encoder found about a segment."""
+
+    UNCHANGED = 0
+    SKIPPED = 2
+    CLASSED = 3
+    """Its changes are in the body."""
+    CROWDED = 255
+    """More than one element in `crowded` changed; it was counted and left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeEncoding:
+    """A classed body and the changes that it holds, segment after segment."""
+
+    found: Counts
+    """A `Found` for each segment."""
+    num_changed: Counts
+    """Changed elements of each segment, whether it is in the body or not; 0 for skipped ones."""
+    body: bytes
+    """Empty when no segment is classed."""
+    indices: Indices
+    """Of all classed segments one after the other: flat positions in their tensors."""
+    old: Bits
+    new: Bits
+    digests: Counts
+    """[segment, 2]: what each classed segment adds to the digest of its tensor; 0 for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeDecoding:
+    """The changes that a body holds against its base, segment after segment."""
+
+    num_changed: Counts
+    """Changed elements of each segment."""
+    indices: Indices
+    """Flat positions in the tensors."""
+    old: Bits
+    new: Bits
+    digests: Counts
+    """[segment, 2]: what each segment adds to the digest of its tensor."""
+
+
+def _fields(*names_and_types: tuple[str, Any]) -> list[tuple[str, Any]]:
+    return list(names_and_types)
+
+
+_U32, _U64, _POINTER = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
+
+
+class _Encode(ctypes.Structure):
+    _fields_ = _fields(
+        ("width", _U32),
+        ("num_cuts", _U32),
+        ("cuts", ctypes.c_char_p),
+        ("num_segments", _U64),
+        ("table", _POINTER),
+        ("crowded", _U64),
+        ("scratch", _POINTER),
+        ("scratch_bytes", _U64),
+        ("num_changed", _U64),
+        ("indices_at", _U64),
+        ("old_at", _U64),
+        ("new_at", _U64),
+        ("body_at", _U64),
+        ("body_bytes", _U64),
+    )
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = _fields(
+        ("width", _U32),
+        ("reserved", _U32),
+        ("body", _POINTER),
+        ("body_bytes", _U64),
+        ("num_changed", _U64),
+        ("num_segments", _U64),
+        ("table", _POINTER),
+        ("scratch", _POINTER),
+        ("scratch_bytes", _U64),
+        ("indices_at", _U64),
+        ("old_at", _U64),
+        ("new_at", _U64),
+    )
+
+
+class _Row(IntEnum):
+    """Rows of the table of segments: enum sparsewire_row of native/abi.h."""
+
+    OLD = 0
+    NEW = 1
+    COUNT = 2
+    START = 3
+    MODE = 4
+    NUM_CHANGED = 5
+    DIGEST_A = 6
+    DIGEST_B = 7
+
+
+class _Scratch(threading.local):
+    """Work space of one thread; what a call leaves in it is copied out before the next one."""
+
+    def __init__(self) -> None:
+        self.space = np.empty(0, np.uint8)
+        self.address = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Have room for `num_bytes`; pages that nothing is written to cost no memory."""
+        self.space = np.empty(num_bytes, np.uint8)
+        self.address = _address(self.space)
+
+    def copy(self, at: int, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return a copy of `count` elements that begin at byte `at`."""
+        return np.frombuffer(self.space, dtype, count, at).copy()
+
+    def give_back(self) -> None:
+        """Free it if it is too large to keep."""
+        if len(self.space) > _KEPT_SCRATCH_BYTES:
+            self.grow(0)
+
+
+class Kernel:
+    """The functions of one loaded library at one instruction set."""
+
+    def __init__(self, *, library: ctypes.CDLL, isa: Isa) -> None:
+        self._library = library
+        self.isa = isa
+        """What it runs on."""
+        self._scratch = _Scratch()
+
+    def encode(
+        self,
+        old: Sequence[Bits],
+        new: Sequence[Bits],
+        *,
+        starts: Sequence[int],
+        cuts: bytes,
+        crowded: int,
+        wishes: Sequence[Wish] | None = None,
+    ) -> NativeEncoding:
+        """Find and encode what changed in segments of equal dtype, in one pass over their flat bits; at least one.
+
+        `starts` are the segments' first positions in their tensors. A segment in which more than one element in
+        `crowded` changed is left out unless `wishes` asks for it; without `wishes` all are AUTO.
+
+        Raises:
+            ValueError: cuts do not ascend, bits are not contiguous, or there are more than 2^24 elements.
+        """
+        dtype = new[0].dtype
+        table = _table(old, starts)
+        table[_Row.NEW] = _addresses(new)
+        table[_Row.MODE] = Wish.AUTO if wishes is None else wishes
+        job = _Encode(
+            width=dtype.itemsize,
+            num_cuts=len(cuts),
+            cuts=cuts,
+            num_segments=len(new),
+            table=_address(table),
+            crowded=crowded,
+        )
+        scratch = self._scratch
+        code = self._run(self._library.sparsewire_encode, job)
+        if code:
+            raise ValueError(
+                f"kernel: cuts {list(cuts)} do not ascend, or more than 2^24 elements in {len(new)} segments"
+            )
+        num, begin, end = job.num_changed, job.body_at, job.body_at + job.body_bytes
+        result = NativeEncoding(
+            found=table[_Row.MODE],
+            num_changed=table[_Row.NUM_CHANGED],
+            digests=table[_Row.DIGEST_A :].T,
+            body=scratch.space[begin:end].tobytes(),
+            indices=scratch.copy(job.indices_at, num, np.int64),
+            old=scratch.copy(job.old_at, num, dtype),
+            new=scratch.copy(job.new_at, num, dtype),
+        )
+        scratch.give_back()
+        return result
+
+    def decode(
+        self, body: memoryview | bytes, *, num_changed: int, old: Sequence[Bits], starts: Sequence[int]
+    ) -> NativeDecoding:
+        """Decode a classed body against the flat bits of its segments, at least one.
+
+        Raises:
+            DamagedError: the bytes are unsound.
+            UnsupportedFormatError: the body has flags that this build does not know.
+            WrongBaseError: the base has other classes than the one that the body was made from.
+            ValueError: bits are not contiguous.
+        """
+        dtype = old[0].dtype
+        table = _table(old, starts)
+        data = np.frombuffer(body, np.uint8)
+        job = _Decode(
+            width=dtype.itemsize,
+            body=_address(data),
+            body_bytes=len(data),
+            num_changed=num_changed,
+            num_segments=len(old),
+            table=_address(table),
+        )
+        scratch = self._scratch
+        code = self._run(self._library.sparsewire_decode, job)
+        if code:
+            raise _refusal(code)
+        result = NativeDecoding(
+            num_changed=table[_Row.NUM_CHANGED],
+            digests=table[_Row.DIGEST_A :].T,
+            indices=scratch.copy(job.indices_at, num_changed, np.int64),
+            old=scratch.copy(job.old_at, num_changed, dtype),
+            new=scratch.copy(job.new_at, num_changed, dtype),
+        )
+        scratch.give_back()
+        return result
+
+    def _run(self, function: Any, job: _Encode | _Decode) -> int:
+        """Call with the scratch of this thread, and once more when it was too small."""
+        scratch = self._scratch
+        job.scratch, job.scratch_bytes = scratch.address, len(scratch.space)
+        code = int(function(self.isa, ctypes.byref(job)))
+        if code == _TOO_SMALL:
+            scratch.grow(job.scratch_bytes)
+            job.scratch = scratch.address
+            code = int(function(self.isa, ctypes.byref(job)))
+        return code
+
+    def sample(self, old: Sequence[Bits], new: Sequence[Bits]) -> tuple[Counts, Counts]:
+        """Return what cuts are fitted to: elements by key, [256], and changes by key and token, [256, tokens].
+
+        Of up to 2^18 elements all are counted; of more the first 4,096 of every 32,768, segments laid end to end.
+        """
+        width = new[0].dtype.itemsize
+        table = _table(old, [0] * len(old))
+        table[_Row.NEW] = _addresses(new)
+        elements, counts = np.zeros(256, np.uint64), np.zeros((256, 64 * width - 16), np.uint64)
+        code = self._library.sparsewire_sample(
+            self.isa, width, len(new), _address(table), _address(elements), _address(counts)
+        )
+        if code:
+            raise ValueError(f"kernel: more than 2^24 elements in {len(new)} segments")
+        return elements, counts
+
+    def digest_range(self, bits: Bits, start: int) -> tuple[int, int]:
+        """Return both sums of the digest of a contiguous flat range whose first element has position `start`."""
+        digest = np.empty(2, np.uint64)
+        self._library.sparsewire_digest_range(
+            self.isa, bits.dtype.itemsize, _address(bits), len(bits), start, _address(digest)
+        )
+        return int(digest[0]), int(digest[1])
+
+    def digest_at(self, indices: Indices, bits: Bits) -> tuple[int, int]:
+        """Return both sums of the digest of the elements at flat positions `indices`; one entry of `bits` for each."""
+        digest = np.empty(2, np.uint64)
+        self._library.sparsewire_digest_positions(
+            self.isa, bits.dtype.itemsize, _address(indices), _address(bits), len(bits), _address(digest)
+        )
+        return int(digest[0]), int(digest[1])
+
+    def scatter(self, target: Bits, indices: Indices, values: Bits) -> None:
+        """Write `values` at `indices` of the flat, contiguous `target`.
+
+        Raises:
+            DamagedError: an index is beyond the target; nothing is written.
+        """
+        if not target.flags.writeable or len(indices) != len(values) or target.dtype != values.dtype:
+            raise ValueError(
+                f"scatter: {len(values)} {values.dtype} values at {len(indices)} positions of {target.dtype}, "
+                f"writeable: {target.flags.writeable}"
+            )
+        code = self._library.sparsewire_scatter(
+            self.isa,
+            target.dtype.itemsize,
+            _address(target),
+            len(target),
+            _address(indices),
+            _address(values),
+            len(values),
+        )
+        if code:
+            raise DamagedError(f"patch: a position is beyond the {len(target)} elements of its tensor: fetch it again")
+
+    def count_changed(self, old: Bits, new: Bits) -> int:
+        """Return how many elements of two contiguous arrays of equal length and dtype differ, by a bare loop."""
+        return int(
+            self._library.sparsewire_compare(self.isa, new.dtype.itemsize, _address(old), _address(new), len(new))
+        )
+
+
+_REFUSALS: dict[int, SparsewireError] = {
+    -1: DamagedError("chunk: the head of its classed body is unsound or cut off: fetch it again"),
+    -2: DamagedError("chunk: the gaps of its classed body are not what its head states: fetch it again"),
+    -3: DamagedError("chunk: a token table or the token stream of its classed body is unsound: fetch it again"),
+    -4: DamagedError("chunk: the steps of its classed body are not what its head states: fetch it again"),
+    -5: WrongBaseError(
+        "chunk: the classes of the base have other sizes than it states: it was made from other weights than those "
+        "held here; catch up from an anchor"
+    ),
+    -6: UnsupportedFormatError("chunk: flags of its classed body are unknown to this build: upgrade the older side"),
+}
+"""By the error codes of native/abi.h."""
+
+
+def _refusal(code: int) -> SparsewireError:
+    refusal = _REFUSALS.get(code)
+    assert refusal is not None, f"kernel: code {code} for a call that it should have taken"
+    return type(refusal)(*refusal.args)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return array.ctypes.data
+
+
+def _addresses(arrays: Sequence[Bits]) -> list[int]:
+    for bits in arrays:
+        if not bits.flags.c_contiguous:
+            raise ValueError(f"kernel: bits of shape {bits.shape} are not contiguous: copy them")
+    return [bits.ctypes.data for bits in arrays]
+
+
+def _table(old: Sequence[Bits], starts: Sequence[int]) -> Counts:
+    table = np.zeros((len(_Row), len(old)), np.uint64)
+    table[_Row.OLD] = _addresses(old)
+    table[_Row.COUNT] = [len(bits) for bits in old]
+    table[_Row.START] = starts
+    return table
+
+
+def load_kernel(library: Path = LIBRARY, *, isa: Isa | None = None) -> Kernel | None:
+    """Load a library and return its kernel at `isa`, or at the best that the processor has; None, logged, if it cannot be.
+
+    Raises:
+        ConfigError: the processor does not have `isa`.
+    """
+    try:
+        loaded = ctypes.CDLL(str(library))
+    except OSError as error:
+        _log.warning("native kernel: %s; the NumPy form is used, which is slower (docs/codec.md)", error)
+        return None
+    if not hasattr(loaded, "sparsewire_abi") or loaded.sparsewire_abi() != ABI:
+        _log.warning(
+            "native kernel: %s was built from other sources (ABI %s, not %d): install again; the NumPy form is used",
+            library,
+            loaded.sparsewire_abi() if hasattr(loaded, "sparsewire_abi") else "unknown",
+            ABI,
+        )
+        return None
+    best = Isa(loaded.sparsewire_best_isa())
+    if isa is not None and isa > best:
+        raise ConfigError(f"SPARSEWIRE_ISA: this processor has {best.name.lower()}, not {isa.name.lower()}")
+    pointer, count = _POINTER, _U64
+    for name, arguments in {
+        "encode": (ctypes.c_int32, pointer),
+        "decode": (ctypes.c_int32, pointer),
+        "sample": (ctypes.c_int32, _U32, count, pointer, pointer, pointer),
+        "digest_range": (ctypes.c_int32, _U32, pointer, count, count, pointer),
+        "digest_positions": (ctypes.c_int32, _U32, pointer, pointer, count, pointer),
+        "scatter": (ctypes.c_int32, _U32, pointer, count, pointer, pointer, count),
+        "compare": (ctypes.c_int32, _U32, pointer, pointer, count),
+    }.items():
+        function = getattr(loaded, f"sparsewire_{name}")
+        function.argtypes, function.restype = arguments, ctypes.c_int64
+    return Kernel(library=loaded, isa=best if isa is None else isa)
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """Return the kernel of this process, or None when there is none or SPARSEWIRE_NATIVE is 0.
+
+    Raises:
+        ConfigError: SPARSEWIRE_NATIVE is `require` and there is none, or a variable has another value than it may.
+    """
+    wish = os.environ.get("SPARSEWIRE_NATIVE", "auto")
+    if wish not in ("0", "auto", "require"):
+        raise ConfigError(f"SPARSEWIRE_NATIVE is {wish!r}: it must be 0, auto or require")
+    if wish == "0":
+        return None
+    name = os.environ.get("SPARSEWIRE_ISA")
+    if name is not None and name.upper() not in Isa.__members__:
+        raise ConfigError(f"SPARSEWIRE_ISA is {name!r}: it must be base, avx2 or avx512")
+    found = load_kernel(isa=None if name is None else Isa[name.upper()])
+    if found is None and wish == "require":
+        raise ConfigError(
+            "SPARSEWIRE_NATIVE is require, but there is no kernel: install a C compiler and install again"
+        )
+    return found
