@@ -72,7 +72,10 @@ def test_one_version_is_taken_apart_into_chunks_and_tensors(tmp_path: Path) -> N
         "b.weight": True,
         "c.scale": False,
     }
-    assert sum(chunk.num_sparse for chunk in sparse.chunks) == 4
+    assert sum(chunk.num_coded for chunk in sparse.chunks) == 4
+    quick = describe_version(url, run="r1", version=1, quick=True)
+    assert {tensor.num_changed for tensor in quick.tensors} == {None}
+    assert quick.chunks == sparse.chunks
     unchanged = describe_version(url, run="r1", version=2)
     assert unchanged.chunks == ()
     assert all(tensor.num_changed == 0 for tensor in unchanged.tensors)

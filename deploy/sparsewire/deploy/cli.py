@@ -300,6 +300,7 @@ def inspect_store(
     url: Annotated[str, typer.Argument(metavar="STORE_URL", help="s3://bucket/prefix, or file:///directory.")],
     run_id: Annotated[str, typer.Option("--run", help="Id of the run.")],
     version: Annotated[int | None, typer.Option(min=0, help="Take this version apart.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not rebuild the base; no counts by tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -314,7 +315,7 @@ def inspect_store(
         else:
             print_run(summaries, console)
     else:
-        detail = describe_version(url, run=run_id, version=version)
+        detail = describe_version(url, run=run_id, version=version, quick=quick)
         if as_json:
             print(json.dumps(asdict(detail), indent=2))
         else:

@@ -1,26 +1,30 @@
 """Explains what a store holds of a run: all its versions, or one of them down to chunks and tensors.
 
 `describe_run` reads manifests only. `describe_version` also reads the packs of that version, checks every chunk
-against its hash, and counts changed elements per tensor from the chunks' own tables and gaps, so it needs no base
-weights. Both return values that `dataclasses.asdict` turns into plain JSON. Nothing is written.
+against its hash, and counts changed elements per tensor by decoding them against their base, which is rebuilt in a
+temporary mirror; `quick` leaves that out. Both return values that `dataclasses.asdict` turns into plain JSON. Nothing
+is written to the store.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from sparsewire.sync import Subscriber
 from sparsewire.sync.chain import Link, LinkKind
-from sparsewire.sync.codec import Mode, ParsedChunk, parse_chunk
-from sparsewire.sync.codec.streams import Reader, read_integers
+from sparsewire.sync.codec import DecodedChunk, Mode, Segment, decode_chunk, parse_chunk
 from sparsewire.sync.errors import NotFoundError, VersionUnavailableError
 from sparsewire.sync.history import History
 from sparsewire.sync.manifest import Manifest
 from sparsewire.sync.store import open_store
-from sparsewire.sync.types import Schema
+from sparsewire.sync.types import Bits, Schema, bits_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,7 @@ class ChunkSummary:
     num_segments: int
     num_elements: int
     """In all ranges that it covers."""
-    num_sparse: int
+    num_coded: int
     """Changed elements coded one by one."""
     num_dense: int
     """Elements of ranges coded whole."""
@@ -73,7 +77,7 @@ class TensorSummary:
     shape: tuple[int, ...]
     num_elements: int
     num_changed: int | None
-    """Ranges coded whole count whole; None where this build cannot tell without the base."""
+    """None where the base was not rebuilt."""
     density: float | None
     digest: str | None
     """New digest where it differs from the base's."""
@@ -117,15 +121,18 @@ def describe_run(url: str, *, run: str) -> list[VersionSummary]:
     return sorted(summaries, key=lambda summary: (summary.version, summary.kind != "delta", summary.base_version or 0))
 
 
-def describe_version(url: str, *, run: str, version: int) -> VersionDetail:
+def describe_version(url: str, *, run: str, version: int, quick: bool = False) -> VersionDetail:
     """Return one version: its commit, every chunk (hash checked) and every tensor.
+
+    Unless `quick`, the version before is rebuilt on local disk, so that changes can be counted by tensor; where that
+    cannot be had any more they are not counted, with a warning.
 
     Raises:
         VersionUnavailableError: it was never committed, or was pruned.
         DamagedError: a chunk does not have its hash; names pack and offset.
         ConfigError, StoreError.
     """
-    with _history(url, run) as history:
+    with _history(url, run) as history, ExitStack() as stack:
         try:
             manifest = history.commit(version)
         except NotFoundError as error:
@@ -135,17 +142,14 @@ def describe_version(url: str, *, run: str, version: int) -> VersionDetail:
                 f"{history.store.url}: run {run!r} has no version {version} ({kept}); it was never committed or is pruned"
             ) from error
         schema = Schema.from_bytes(history.schema(manifest.schema_sha256))
+        base = None if quick else _rebuild_base(stack, url, manifest)
+        counts = [0] * len(schema)
         chunks: list[ChunkSummary] = []
-        changed: dict[int, int | None] = {}
         for ref in manifest.chunks:
             key = manifest.packs[ref.pack].key
             payload = history.read_pack(key, ref.offset, ref.num_bytes)
-            where = f"{history.store.url}: {history.key(key)}"
-            ref.check(payload, where=where)
+            ref.check(payload, where=f"{history.store.url}: {history.key(key)}")
             parsed = parse_chunk(payload)
-            for tensor, count in zip((s.tensor for s in parsed.segments), changed_in_segments(parsed), strict=True):
-                before = changed.get(tensor, 0)
-                changed[tensor] = None if before is None or count is None else before + count
             chunks.append(
                 ChunkSummary(
                     pack=key,
@@ -154,14 +158,20 @@ def describe_version(url: str, *, run: str, version: int) -> VersionDetail:
                     dtype=parsed.dtype,
                     num_segments=len(parsed.segments),
                     num_elements=sum(segment.count for segment in parsed.segments),
-                    num_sparse=parsed.num_sparse,
+                    num_coded=parsed.num_changed,
                     num_dense=parsed.count(Mode.DENSE),
                     sha256=ref.sha256.hex(),
                 )
             )
+            if parsed.is_anchor:
+                for segment in parsed.segments:
+                    counts[segment.tensor] += segment.count
+            elif base is not None:
+                _count_changes(decode_chunk(payload, schema=schema, base=base.bits), counts)
+    known = base is not None or manifest.kind is LinkKind.ANCHOR or not manifest.chunks
     tensors = []
     for number, spec in enumerate(schema):
-        count = changed.get(number, 0)
+        count = counts[number] if known else None
         digest = manifest.digests.get(number)
         tensors.append(
             TensorSummary(
@@ -178,32 +188,34 @@ def describe_version(url: str, *, run: str, version: int) -> VersionDetail:
     return VersionDetail(summary=summary, chunks=tuple(chunks), tensors=tuple(tensors))
 
 
-def changed_in_segments(chunk: ParsedChunk) -> list[int | None]:
-    """Return, per segment, how many elements it changes; all of a dense one, None where the base would be needed."""
-    counts = [int(count) for count in _sparse_counts(chunk)]
-    found: list[int | None] = []
-    for segment, mode in zip(chunk.segments, chunk.modes, strict=True):
-        match mode:
-            case Mode.UNCHANGED:
-                found.append(0)
-            case Mode.DENSE:
-                found.append(segment.count)
-            case Mode.SPARSE:
-                found.append(counts.pop(0))
-            case _:
-                found.append(None)
-    return found
+class _Base:
+    """The weights that a version was made from."""
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._arrays = list(subscriber.tensors().values())
+
+    def bits(self, segment: Segment) -> Bits:
+        return bits_of(self._arrays[segment.tensor])[segment.start : segment.stop]
 
 
-def _sparse_counts(chunk: ParsedChunk) -> list[int]:
-    """Return the changes of each sparse segment: gaps run through the concatenation of those segments."""
-    sizes = [s.count for s, mode in zip(chunk.segments, chunk.modes, strict=True) if mode is Mode.SPARSE]
-    if not sizes:
-        return []
-    gaps = read_integers(Reader(chunk.sparse), chunk.num_sparse, sum(sizes))
-    positions = np.cumsum(gaps + np.uint64(1)) - np.uint64(1)
-    edges = np.searchsorted(positions, np.cumsum([0, *sizes]).astype(np.uint64))
-    return [int(count) for count in np.diff(edges)]
+def _rebuild_base(stack: ExitStack, url: str, manifest: Manifest) -> _Base | None:
+    """Return the base of a delta that has chunks, in a mirror that lives as long as `stack`; None without one."""
+    if manifest.base_version is None or not manifest.chunks:
+        return None
+    subscriber = stack.enter_context(Subscriber.open(url, run=manifest.run))
+    try:
+        subscriber.sync(manifest.base_version)
+    except VersionUnavailableError as error:
+        logger.warning("changes are not counted by tensor: %s", error)
+        return None
+    return _Base(subscriber)
+
+
+def _count_changes(chunk: DecodedChunk, counts: list[int]) -> None:
+    """Add each patch's changed elements to its tensor's count; ranges coded whole may hold equal ones."""
+    for patch in chunk.patches:
+        changed = patch.num_changed if patch.indices is not None else np.count_nonzero(patch.values != patch.undo)
+        counts[patch.tensor] += int(changed)
 
 
 def _schema(history: History, sha256: bytes) -> Schema | None:

@@ -81,7 +81,7 @@ def print_version(detail: VersionDetail, console: Console) -> None:
             chunk.dtype,
             str(chunk.num_segments),
             f"{chunk.num_elements:,}",
-            f"{chunk.num_sparse:,}",
+            f"{chunk.num_coded:,}",
             f"{chunk.num_dense:,}",
         )
     console.print(chunks)
