@@ -3,12 +3,13 @@
 In the order of the flow: `config`, `ranks` (processes), `model` and `dither` (sharded weights), `feed` (batches from the ledger),
 `batch` (padding and dealing out), `loss`, `learner` (one step), `extract` (own shard of the view), `outlet`
 (versions out), `checkpoint`, `loop` (the process).
+
+Only the configuration is re-exported here; `extract.local_view` and `loop.run_learner` import torch and are named in
+full.
 """
 
 from __future__ import annotations
 
 from sparsewire.trainer.config import ComputeDtype, Device, LearnerConfig
-from sparsewire.trainer.extract import local_view
-from sparsewire.trainer.loop import run_learner
 
-__all__ = ["LearnerConfig", "Device", "ComputeDtype", "local_view", "run_learner"]
+__all__ = ["LearnerConfig", "Device", "ComputeDtype"]
