@@ -7,7 +7,8 @@ import threading
 from pathlib import Path
 
 from sparsewire.sync.telemetry import configure_logging
-from sparsewire.trainer import LearnerConfig, run_learner
+from sparsewire.trainer import LearnerConfig
+from sparsewire.trainer.loop import run_learner
 
 if __name__ == "__main__":
     configure_logging(json_lines=False)

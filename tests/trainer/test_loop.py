@@ -18,10 +18,12 @@ import pytest
 
 from sparsewire.sync import Subscriber
 from sparsewire.sync.errors import ConfigError, DeadlineExceededError
-from sparsewire.trainer import LearnerConfig, local_view, run_learner
+from sparsewire.trainer import LearnerConfig
 from sparsewire.trainer.checkpoint import CheckpointStore
 from sparsewire.trainer.config import ComputeDtype
+from sparsewire.trainer.extract import local_view
 from sparsewire.trainer.learner import Learner, LearnerSettings
+from sparsewire.trainer.loop import run_learner
 from sparsewire.trainer.loss import ClipRange
 from sparsewire.trainer.model import load_model
 from sparsewire.trainer.ranks import open_process_group

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from sparsewire.sync import Publisher
-from sparsewire.trainer import local_view
 from sparsewire.trainer.batch import TrainingBatch
 from sparsewire.trainer.checkpoint import CheckpointStore
 from sparsewire.trainer.config import ComputeDtype, Device
+from sparsewire.trainer.extract import local_view
 from sparsewire.trainer.learner import Learner, LearnerSettings
 from sparsewire.trainer.loss import ClipRange
 from sparsewire.trainer.model import canonical_parameters, load_model
