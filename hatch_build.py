@@ -22,7 +22,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = "sync/sparsewire/sync/native"
-FLAGS = "-O3 -std=c11 -fPIC -fvisibility=hidden -ffp-contract=off".split()
+FLAGS = ["-O3", "-std=c11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 AVX2 = "-mavx2 -mbmi -mbmi2 -mpopcnt -mlzcnt"
 AVX512 = AVX2 + " -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vbmi2 -mavx512vpopcntdq -mgfni"
 LEVELS = {"base": "", "avx2": AVX2, "avx512": AVX512}
@@ -39,7 +39,7 @@ def compilers() -> list[list[str]]:
 
 
 def compile_kernel(cc: list[str], source: Path, target: Path) -> None:
-    """Compile the library for this machine's architecture into `target`, which is written last.
+    """Compile the library for this machine's architecture into `target`, which appears complete.
 
     Raises:
         OSError: the compiler cannot be started.
@@ -53,7 +53,10 @@ def compile_kernel(cc: list[str], source: Path, target: Path) -> None:
             command = [*cc, *FLAGS, *isa.split(), f"-DLEVEL={level}", "-c", str(source / "kernel.c"), "-o", parts[-1]]
             subprocess.run(command, check=True)
         subprocess.run([*cc, *FLAGS, "-shared", *parts, "-o", f"{scratch}/kernel.so"], check=True)
-        shutil.copyfile(f"{scratch}/kernel.so", target)
+        # Replaced, never overwritten: a process may have the old one mapped.
+        fresh = target.with_suffix(".new")
+        shutil.copyfile(f"{scratch}/kernel.so", fresh)
+        fresh.replace(target)
 
 
 class KernelHook(BuildHookInterface[Any]):

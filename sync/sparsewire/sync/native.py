@@ -223,7 +223,9 @@ class Kernel:
         scratch = self._scratch
         code = self._run(self._library.sparsewire_encode, job)
         if code:
-            raise ValueError(f"kernel: cuts {list(cuts)} do not ascend, or more than 2^24 elements in {len(new)} segments")
+            raise ValueError(
+                f"kernel: cuts {list(cuts)} do not ascend, or more than 2^24 elements in {len(new)} segments"
+            )
         num, begin, end = job.num_changed, job.body_at, job.body_at + job.body_bytes
         result = NativeEncoding(
             found=table[_Row.MODE],
@@ -439,5 +441,7 @@ def kernel() -> Kernel | None:
         raise ConfigError(f"SPARSEWIRE_ISA is {name!r}: it must be base, avx2 or avx512")
     found = load_kernel(isa=None if name is None else Isa[name.upper()])
     if found is None and wish == "require":
-        raise ConfigError("SPARSEWIRE_NATIVE is require, but there is no kernel: install a C compiler and install again")
+        raise ConfigError(
+            "SPARSEWIRE_NATIVE is require, but there is no kernel: install a C compiler and install again"
+        )
     return found

@@ -192,12 +192,12 @@ static uint64_t lay_out_decoder(struct decoder *d, uint8_t *base, uint64_t body_
                                 uint32_t width) {
     uint64_t used = 0;
     const uint64_t listed = num_changed + (SW_MAX_CLASSES + 1) * SW_LIST_GUARD;
-    SW_TAKE(d->copy, uint8_t *, body_bytes + SW_BODY_PADDING);
-    SW_TAKE(d->ones, uint32_t *, 4 * (d->num_gaps + 64));
-    SW_TAKE(d->ranks, uint32_t *, 4 * listed);
-    SW_TAKE(d->unchanged, uint32_t *, 4 * (d->num_unchanged + 64));
-    SW_TAKE(d->steps, uint8_t *, width * listed);
-    SW_TAKE(d->tokens, uint16_t *, 2 * (d->num_wide + 64));
+    d->copy = take_scratch(base, &used, body_bytes + SW_BODY_PADDING);
+    d->ones = take_scratch(base, &used, 4 * (d->num_gaps + 64));
+    d->ranks = take_scratch(base, &used, 4 * listed);
+    d->unchanged = take_scratch(base, &used, 4 * (d->num_unchanged + 64));
+    d->steps = take_scratch(base, &used, width * listed);
+    d->tokens = take_scratch(base, &used, 2 * (d->num_wide + 64));
     return used;
 }
 

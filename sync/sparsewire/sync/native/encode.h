@@ -66,23 +66,23 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
                                 uint32_t width) {
     uint64_t used = 0;
     const uint64_t listed = num_changed + SW_MAX_CLASSES * SW_GUARD + SW_GUARD;
-    SW_TAKE(e->ranks, uint32_t *, 4 * listed);
-    SW_TAKE(e->steps, uint8_t *, width * listed);
-    SW_TAKE(e->gaps, uint32_t *, 4 * listed);
-    SW_TAKE(e->tokens, uint16_t *, 2 * listed);
-    SW_TAKE(e->frequencies, uint16_t(*)[SW_MAX_TOKENS], 2 * SW_MAX_TOKENS * SW_MAX_CLASSES);
-    SW_TAKE(e->minus_one, uint8_t *, SW_WORD * 8);
-    SW_TAKE(e->plus_one, uint8_t *, SW_WORD * 8);
-    SW_TAKE(e->head, uint8_t *, SW_MAX_HEAD_BYTES);
+    e->ranks = take_scratch(base, &used, 4 * listed);
+    e->steps = take_scratch(base, &used, width * listed);
+    e->gaps = take_scratch(base, &used, 4 * listed);
+    e->tokens = take_scratch(base, &used, 2 * listed);
+    e->frequencies = take_scratch(base, &used, 2 * SW_MAX_TOKENS * SW_MAX_CLASSES);
+    e->minus_one = take_scratch(base, &used, SW_WORD * 8);
+    e->plus_one = take_scratch(base, &used, SW_WORD * 8);
+    e->head = take_scratch(base, &used, SW_MAX_HEAD_BYTES);
     /* Rice codes of a class take no more bits than it has elements: parameter 0 reaches that. */
-    SW_TAKE(e->remainders, uint8_t *, num_elements / 8 + 64);
-    SW_TAKE(e->unary, uint8_t *, num_elements / 8 + 64);
-    SW_TAKE(e->signs, uint8_t *, num_changed / 8 + 64);
-    SW_TAKE(e->raw, uint8_t *, width * num_changed + 64);
-    SW_TAKE(e->exceptions, uint8_t *, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
-    SW_TAKE(e->words, uint16_t *, 2 * num_changed + 64);
+    e->remainders = take_scratch(base, &used, num_elements / 8 + 64);
+    e->unary = take_scratch(base, &used, num_elements / 8 + 64);
+    e->signs = take_scratch(base, &used, num_changed / 8 + 64);
+    e->raw = take_scratch(base, &used, width * num_changed + 64);
+    e->exceptions = take_scratch(base, &used, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
+    e->words = take_scratch(base, &used, 2 * num_changed + 64);
     e->words_capacity = num_changed + 32;
-    SW_TAKE(e->body, uint8_t *, used);
+    e->body = take_scratch(base, &used, used);
     return used;
 }
 
