@@ -199,7 +199,8 @@ def _encode_classed(
     for number in crowded:
         estimate = fit_partition([old[number]], [new[number]]).num_bits / 8
         wishes[number] = Wish.SKIP if len(encode_dense(new[number])) < estimate else Wish.CLASSED
-    if num_changed and len(small := _small_unchanged(segments, encoding.found)) > MANY_SMALL:
+    has_body = Wish.CLASSED in wishes or bool((encoding.found == Found.CLASSED).any())
+    if has_body and len(small := _small_unchanged(segments, encoding.found)) > MANY_SMALL:
         for number in small:
             wishes[number] = Wish.CLASSED
     rest = [number for number, wish in enumerate(wishes) if wish is not Wish.SKIP]
