@@ -39,7 +39,7 @@ def compilers() -> list[list[str]]:
 
 
 def compile_kernel(cc: list[str], source: Path, target: Path) -> None:
-    """Compile the library for this machine's architecture into `target`, which is written last.
+    """Compile the library for this machine's architecture into `target`, which appears complete.
 
     Raises:
         OSError: the compiler cannot be started.
@@ -47,13 +47,23 @@ def compile_kernel(cc: list[str], source: Path, target: Path) -> None:
     """
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     with tempfile.TemporaryDirectory() as scratch:
-        parts = [str(source / "dispatch.c")]
+        # All levels at once: each takes some seconds.
+        parts, running = [], []
         for level, isa in LEVELS.items() if x86 else [("base", "")]:
             parts.append(f"{scratch}/{level}.o")
             command = [*cc, *FLAGS, *isa.split(), f"-DLEVEL={level}", "-c", str(source / "kernel.c"), "-o", parts[-1]]
-            subprocess.run(command, check=True)
-        subprocess.run([*cc, *FLAGS, "-shared", *parts, "-o", f"{scratch}/kernel.so"], check=True)
-        shutil.copyfile(f"{scratch}/kernel.so", target)
+            running.append(subprocess.Popen(command))
+        for process in running:
+            process.wait()
+        for process in running:
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, process.args)
+        link = [*cc, *FLAGS, "-shared", str(source / "dispatch.c"), *parts, "-o", f"{scratch}/kernel.so"]
+        subprocess.run(link, check=True)
+        # Replaced, never overwritten: a process may have the old one mapped.
+        fresh = target.with_suffix(".new")
+        shutil.copyfile(f"{scratch}/kernel.so", fresh)
+        fresh.replace(target)
 
 
 class KernelHook(BuildHookInterface[Any]):

@@ -191,11 +191,12 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 @contextmanager
-def peak_extra(into: dict[str, int], name: str) -> Iterator[None]:
-    """Note the most memory that was held at once beyond what was there before."""
+def peak_extra(into: dict[str, int], name: str) -> Iterator[ThreadPoolExecutor]:
+    """Give a new thread, whose work space is yet to be made, and note the most memory that was held beyond before."""
     tracemalloc.start()
     try:
-        yield
+        with ThreadPoolExecutor(1) as pool:
+            yield pool
         into[name] = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -243,11 +244,11 @@ def measure(delta: Delta, rounds: int) -> tuple[Sizes, Speeds]:
 
     arc_v2, arc_v3 = arc("arc_v2", 1), arc("arc_v3", ARC_RUNS)
     peaks: dict[str, int] = {}
-    with peak_extra(peaks, "encode"):
-        classed.encode()
-    with peak_extra(peaks, "decode"):
+    with peak_extra(peaks, "encode") as thread:
+        classed.encode(thread)
+    with peak_extra(peaks, "decode") as thread:
         for payload in payloads:
-            classed.decode([payload])
+            classed.decode([payload], thread)
     timed: dict[str, list[float]] = {}
     with ThreadPoolExecutor(2) as pool:
         works: dict[str, Callable[[], object]] = {

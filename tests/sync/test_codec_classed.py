@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsewire.sync.codec import Profile, Segment, encode_chunk, plan_segments
+from sparsewire.sync.codec import Mode, Profile, Segment, decode_chunk, encode_chunk, parse_chunk, plan_segments
 from sparsewire.sync.codec.bitfields import (
     equal_fields,
     fields,
@@ -500,3 +500,29 @@ def test_base_whose_classes_have_other_sizes_is_refused() -> None:
     num_changed = int((old != new).sum())
     with pytest.raises(WrongBaseError, match="other weights"):
         read_body(body, np.zeros_like(old), num_changed)
+
+
+def test_many_small_unchanged_segments_beside_a_dense_one_need_no_body() -> None:
+    rng = np.random.default_rng(18)
+    segments = [Segment(0, 0, 5000), *(Segment(n, 0, 10) for n in range(1, 200))]
+    old = [rng.integers(0, 1 << 16, segment.count).astype(np.uint16) for segment in segments]
+    new = [rng.integers(0, 1 << 16, 5000).astype(np.uint16), *old[1:]]
+    encoded = encode_chunk(Dtype.BF16, segments, old, new)
+    assert parse_chunk(encoded.payload).modes == (Mode.DENSE, *[Mode.UNCHANGED] * 199)
+    held = dict(zip(segments, old, strict=True))
+    (patch,) = decode_chunk(encoded.payload, schema=None, base=held.__getitem__).patches
+    assert patch.values.tolist() == new[0].tolist()
+
+
+def test_patches_are_of_changed_segments_only_even_where_unchanged_ones_are_classed() -> None:
+    old = [np.full(10, 0x3C00 + n, np.uint16) for n in range(200)]
+    new = [bits.copy() for bits in old]
+    new[7][3] += np.uint16(1)
+    new[150][0] += np.uint16(1)
+    segments = [Segment(n, 5, 10) for n in range(200)]
+    encoded = encode_chunk(Dtype.BF16, segments, old, new)
+    assert set(parse_chunk(encoded.payload).modes) == {Mode.CLASSED}
+    decoded = decode_chunk(encoded.payload, schema=None, base=lambda segment: old[segment.tensor])
+    for patches in (encoded.patches, decoded.patches):
+        assert [(p.tensor, p.indices.tolist()) for p in patches if p.indices is not None] == [(7, [8]), (150, [5])]
+    assert decoded.digest_changes == encoded.digest_changes

@@ -118,17 +118,14 @@ def decode_chunk(
     # The dense body is read before the base, so that what is wrong with the bytes is said to be damage.
     dense = _parse_dense(chunk)
     bases = _fetch_bases(chunk, base)
-    coded, digests = _decode_changes(chunk, bases)
-    patches = []
+    patches, digests = _decode_changes(chunk, bases)
     at = 0
-    rest = iter(coded)
     for number, (segment, mode) in enumerate(zip(chunk.segments, chunk.modes, strict=True)):
         if mode is Mode.DENSE:
             undo = None if chunk.is_anchor else bases[number].copy()
             patches.append(_dense_patch(segment, undo, dense[at : at + segment.count]))
             at += segment.count
-        elif mode is not Mode.UNCHANGED:
-            patches.append(next(rest))
+    patches.sort(key=_place)
     changes = _digest_changes(patches, digests)
     found = sum(changes.values(), ZERO)
     if found != chunk.check:
@@ -202,7 +199,8 @@ def _encode_classed(
     for number in crowded:
         estimate = fit_partition([old[number]], [new[number]]).num_bits / 8
         wishes[number] = Wish.SKIP if len(encode_dense(new[number])) < estimate else Wish.CLASSED
-    if num_changed and len(small := _small_unchanged(segments, encoding.found)) > MANY_SMALL:
+    has_body = Wish.CLASSED in wishes or bool((encoding.found == Found.CLASSED).any())
+    if has_body and len(small := _small_unchanged(segments, encoding.found)) > MANY_SMALL:
         for number in small:
             wishes[number] = Wish.CLASSED
     rest = [number for number, wish in enumerate(wishes) if wish is not Wish.SKIP]
@@ -215,22 +213,19 @@ def _encode_classed(
         Mode.UNCHANGED if what == Found.UNCHANGED else Mode.CLASSED if what == Found.CLASSED else Mode.DENSE
         for what in found.tolist()
     ]
-    classed = [segment for segment, mode in zip(segments, modes, strict=True) if mode is Mode.CLASSED]
-    coded = iter(_split(classed, encoding.num_changed[found == Found.CLASSED], encoding))
-    patches = []
+    in_body = np.where(found == Found.CLASSED, encoding.num_changed, np.uint64(0))
+    patches = _split(segments, in_body, encoding)
     for segment, mode, before, after in zip(segments, modes, old, new, strict=True):
         if mode is Mode.DENSE:
             patches.append(_dense_patch(segment, before, after))
-        elif mode is Mode.CLASSED:
-            patches.append(next(coded))
     return _seal(
         dtype,
         segments,
         modes,
-        patches,
-        digests=encoding.digests[found == Found.CLASSED],
+        sorted(patches, key=_place),
+        digests=encoding.digests[in_body > 0],
         changes=encoding.body,
-        cuts=used if classed else None,
+        cuts=used if Mode.CLASSED in modes else None,
         num_changed=num_changed,
     )
 
@@ -248,12 +243,17 @@ def _coder() -> Kernel | Reference:
 def _split(
     segments: Sequence[Segment], num_changed: npt.NDArray[np.uint64], coded: NativeEncoding | NativeDecoding
 ) -> list[TensorPatch]:
-    """Return the patch of each segment out of those of all of them, one after the other."""
+    """Return the patch of each segment that changed out of those of all of them, one after the other."""
     ends = np.cumsum(num_changed, dtype=np.int64).tolist()
     return [
         _sparse_patch(segment, coded.indices[a:b], coded.old[a:b], coded.new[a:b])
         for segment, (a, b) in zip(segments, pairwise([0, *ends]), strict=True)
+        if b > a
     ]
+
+
+def _place(patch: TensorPatch) -> tuple[int, int]:
+    return patch.tensor, patch.start
 
 
 def _dense_patch(segment: Segment, undo: Bits | None, values: Bits) -> TensorPatch:
@@ -362,7 +362,7 @@ def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> 
 def _decode_changes(
     chunk: ParsedChunk, bases: Mapping[int, Bits]
 ) -> tuple[list[TensorPatch], npt.NDArray[np.uint64] | None]:
-    """Return the patches of the sparse or classed segments, in order, and their digests where the coder has them."""
+    """Return the patches of changed sparse or classed segments, and their digests where the coder has them."""
     numbers = [number for number, mode in enumerate(chunk.modes) if mode is chunk.profile.mode]
     if not numbers:
         if len(chunk.changes) or chunk.num_changed:
@@ -378,7 +378,7 @@ def _decode_changes(
         old=[np.ascontiguousarray(bits) for bits in old],
         starts=[segment.start for segment in segments],
     )
-    return _split(segments, decoding.num_changed, decoding), decoding.digests
+    return _split(segments, decoding.num_changed, decoding), decoding.digests[decoding.num_changed > 0]
 
 
 def _decode_base_free(chunk: ParsedChunk, segments: Sequence[Segment], old: Sequence[Bits]) -> list[TensorPatch]:

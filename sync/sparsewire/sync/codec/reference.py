@@ -56,7 +56,7 @@ class Reference:
         undo, values = np.concatenate(before_parts), np.concatenate(after_parts)
         chosen = [number for number, what in enumerate(found) if what is Found.CLASSED]
         body = b""
-        if chosen:
+        if len(undo):
             space = [old[number] for number in chosen]
             offsets = np.cumsum([0, *(len(bits) for bits in space[:-1])])
             joint = np.concatenate([places[n] + offset for n, offset in zip(chosen, offsets, strict=True)])

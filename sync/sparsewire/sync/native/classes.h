@@ -358,7 +358,7 @@ SW_INLINE uint32_t rank_of(const struct block *block, uint32_t position) {
 }
 
 /* Writes the positions of all set bits of `changed`, `count` of them, in order to `at`. */
-SW_INLINE void list_changes(struct block *block, uint32_t num_words, uint32_t count) {
+static void list_changes(struct block *block, uint32_t num_words, uint32_t count) {
     uint16_t *at = block->at;
 #if defined(SW_AVX512)
     if (count > num_words) {

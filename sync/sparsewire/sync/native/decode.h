@@ -192,17 +192,17 @@ static uint64_t lay_out_decoder(struct decoder *d, uint8_t *base, uint64_t body_
                                 uint32_t width) {
     uint64_t used = 0;
     const uint64_t listed = num_changed + (SW_MAX_CLASSES + 1) * SW_LIST_GUARD;
-    SW_TAKE(d->copy, uint8_t *, body_bytes + SW_BODY_PADDING);
-    SW_TAKE(d->ones, uint32_t *, 4 * (d->num_gaps + 64));
-    SW_TAKE(d->ranks, uint32_t *, 4 * listed);
-    SW_TAKE(d->unchanged, uint32_t *, 4 * (d->num_unchanged + 64));
-    SW_TAKE(d->steps, uint8_t *, width * listed);
-    SW_TAKE(d->tokens, uint16_t *, 2 * (d->num_wide + 64));
+    d->copy = take_scratch(base, &used, body_bytes + SW_BODY_PADDING);
+    d->ones = take_scratch(base, &used, 4 * (d->num_gaps + 64));
+    d->ranks = take_scratch(base, &used, 4 * listed);
+    d->unchanged = take_scratch(base, &used, 4 * (d->num_unchanged + 64));
+    d->steps = take_scratch(base, &used, width * listed);
+    d->tokens = take_scratch(base, &used, 2 * (d->num_wide + 64));
     return used;
 }
 
 /* Lists the one bits of the unary stream; there must be as many as gaps, the last of them in the last byte. */
-SW_INLINE int read_unary(struct decoder *d) {
+static int read_unary(struct decoder *d) {
     uint64_t found = 0;
     uint32_t *ones = d->ones;
     if (!d->num_gaps) return d->unary_bytes == 0;
@@ -239,7 +239,7 @@ SW_INLINE int read_unary(struct decoder *d) {
 }
 
 /* Ranks of changed elements of inverse classes: all that are not among the unchanged ones. */
-SW_INLINE void complement_ranks(uint32_t *ranks, const uint32_t *unchanged, uint64_t num_unchanged, uint64_t size) {
+static void complement_ranks(uint32_t *ranks, const uint32_t *unchanged, uint64_t num_unchanged, uint64_t size) {
     uint64_t count = 0;
     uint64_t rank = 0;
     for (uint64_t i = 0; i <= num_unchanged; i++) {
@@ -249,7 +249,7 @@ SW_INLINE void complement_ranks(uint32_t *ranks, const uint32_t *unchanged, uint
     }
 }
 
-SW_INLINE void read_ranks(struct decoder *d, uint64_t num_elements) {
+static void read_ranks(struct decoder *d, uint64_t num_elements) {
     uint64_t bit = 0;
     const uint32_t *ones = d->ones;
     uint32_t last_one = UINT32_MAX;
@@ -447,7 +447,7 @@ SW_INLINE uint32_t collect_targets(struct targets *targets, const struct decoder
 }
 
 /* Finds the word of every target: the last one that begins at or below its rank. */
-SW_INLINE void find_words(struct targets *targets, const struct block *block, uint32_t num, uint32_t num_words) {
+static void find_words(struct targets *targets, const struct block *block, uint32_t num, uint32_t num_words) {
     uint32_t first_half = 0;
     while ((first_half ? 2 * first_half : 1) < num_words) first_half = first_half ? 2 * first_half : 1;
 #if defined(SW_AVX512)

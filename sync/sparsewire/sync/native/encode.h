@@ -66,23 +66,23 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
                                 uint32_t width) {
     uint64_t used = 0;
     const uint64_t listed = num_changed + SW_MAX_CLASSES * SW_GUARD + SW_GUARD;
-    SW_TAKE(e->ranks, uint32_t *, 4 * listed);
-    SW_TAKE(e->steps, uint8_t *, width * listed);
-    SW_TAKE(e->gaps, uint32_t *, 4 * listed);
-    SW_TAKE(e->tokens, uint16_t *, 2 * listed);
-    SW_TAKE(e->frequencies, uint16_t(*)[SW_MAX_TOKENS], 2 * SW_MAX_TOKENS * SW_MAX_CLASSES);
-    SW_TAKE(e->minus_one, uint8_t *, SW_WORD * 8);
-    SW_TAKE(e->plus_one, uint8_t *, SW_WORD * 8);
-    SW_TAKE(e->head, uint8_t *, SW_MAX_HEAD_BYTES);
+    e->ranks = take_scratch(base, &used, 4 * listed);
+    e->steps = take_scratch(base, &used, width * listed);
+    e->gaps = take_scratch(base, &used, 4 * listed);
+    e->tokens = take_scratch(base, &used, 2 * listed);
+    e->frequencies = take_scratch(base, &used, 2 * SW_MAX_TOKENS * SW_MAX_CLASSES);
+    e->minus_one = take_scratch(base, &used, SW_WORD * 8);
+    e->plus_one = take_scratch(base, &used, SW_WORD * 8);
+    e->head = take_scratch(base, &used, SW_MAX_HEAD_BYTES);
     /* Rice codes of a class take no more bits than it has elements: parameter 0 reaches that. */
-    SW_TAKE(e->remainders, uint8_t *, num_elements / 8 + 64);
-    SW_TAKE(e->unary, uint8_t *, num_elements / 8 + 64);
-    SW_TAKE(e->signs, uint8_t *, num_changed / 8 + 64);
-    SW_TAKE(e->raw, uint8_t *, width * num_changed + 64);
-    SW_TAKE(e->exceptions, uint8_t *, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
-    SW_TAKE(e->words, uint16_t *, 2 * num_changed + 64);
+    e->remainders = take_scratch(base, &used, num_elements / 8 + 64);
+    e->unary = take_scratch(base, &used, num_elements / 8 + 64);
+    e->signs = take_scratch(base, &used, num_changed / 8 + 64);
+    e->raw = take_scratch(base, &used, width * num_changed + 64);
+    e->exceptions = take_scratch(base, &used, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
+    e->words = take_scratch(base, &used, 2 * num_changed + 64);
     e->words_capacity = num_changed + 32;
-    SW_TAKE(e->body, uint8_t *, used);
+    e->body = take_scratch(base, &used, used);
     return used;
 }
 
@@ -157,14 +157,14 @@ SW_INLINE void distribute(struct encoder *e, const struct records *records, uint
 }
 
 /* Gaps between changed ranks; returns how many. */
-SW_INLINE uint64_t plain_gaps(uint32_t *restrict gaps, const uint32_t *restrict ranks, uint64_t num) {
+static uint64_t plain_gaps(uint32_t *restrict gaps, const uint32_t *restrict ranks, uint64_t num) {
     gaps[0] = ranks[0];
     for (uint64_t i = 1; i < num; i++) gaps[i] = ranks[i] - ranks[i - 1] - 1;
     return num;
 }
 
 /* Changed elements before each unchanged one; returns how many. */
-SW_INLINE uint64_t inverse_gaps(uint32_t *gaps, const uint32_t *ranks, uint64_t num, uint64_t size) {
+static uint64_t inverse_gaps(uint32_t *gaps, const uint32_t *ranks, uint64_t num, uint64_t size) {
     uint64_t count = 0;
     uint32_t run = 0;
     uint64_t expected = 0; /* the rank that follows the last change */
@@ -178,14 +178,14 @@ SW_INLINE uint64_t inverse_gaps(uint32_t *gaps, const uint32_t *ranks, uint64_t 
 }
 
 /* All gaps of a class add up to less than 2^24. */
-SW_INLINE uint32_t sum_shifted(const uint32_t *gaps, uint64_t count, uint32_t shift) {
+static uint32_t sum_shifted(const uint32_t *gaps, uint64_t count, uint32_t shift) {
     uint32_t sum = 0;
     for (uint64_t i = 0; i < count; i++) sum += gaps[i] >> shift;
     return sum;
 }
 
 /* The smallest parameter that the next one does not improve; sum(r) - sum(r + 1) falls with r, so any start will do. */
-SW_INLINE uint32_t choose_parameter(const uint32_t *gaps, uint64_t count, uint32_t *num_zeros) {
+static uint32_t choose_parameter(const uint32_t *gaps, uint64_t count, uint32_t *num_zeros) {
     uint32_t r = 0;
     uint32_t here = sum_shifted(gaps, count, 0);
     if (count && here / count) {
@@ -211,7 +211,7 @@ SW_INLINE uint32_t choose_parameter(const uint32_t *gaps, uint64_t count, uint32
     return r;
 }
 
-SW_INLINE void put_remainders(struct bit_writer *out, const uint32_t *gaps, uint64_t count, uint32_t r) {
+static void put_remainders(struct bit_writer *out, const uint32_t *gaps, uint64_t count, uint32_t r) {
     const uint64_t mask = (UINT64_C(1) << r) - 1;
     struct bit_writer local = *out;
     uint64_t i = 0;
@@ -221,7 +221,7 @@ SW_INLINE void put_remainders(struct bit_writer *out, const uint32_t *gaps, uint
     *out = local;
 }
 
-SW_INLINE void put_unary(struct bit_writer *out, const uint32_t *gaps, uint64_t count, uint32_t r) {
+static void put_unary(struct bit_writer *out, const uint32_t *gaps, uint64_t count, uint32_t r) {
     struct bit_writer local = *out;
     uint64_t i = 0;
     while (i < count) {
@@ -323,7 +323,7 @@ SW_INLINE uint8_t *put_wide_steps(struct encoder *e, uint32_t class_, struct bit
 }
 
 /* Codes all tokens from the last to the first; returns the first word in reading order. */
-SW_INLINE uint16_t *put_tokens(const struct encoder *e, uint32_t num_classes, uint32_t *states) {
+static uint16_t *put_tokens(const struct encoder *e, uint32_t num_classes, uint32_t *states) {
     struct { uint64_t reciprocal; uint32_t frequency, bias, complement; } table[SW_MAX_TOKENS];
     uint16_t *word = e->words + e->words_capacity;
     for (int state = 0; state < SW_STATES; state++) states[state] = SW_LOWEST_STATE;

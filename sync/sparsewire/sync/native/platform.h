@@ -25,6 +25,17 @@
 #define SW_SSE2 1
 #endif
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define SW_ADDRESS_SANITIZER 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define SW_ADDRESS_SANITIZER 1
+#endif
+#if defined(SW_ADDRESS_SANITIZER)
+#include <sanitizer/asan_interface.h>
+#endif
+
 #define SW_INLINE static inline __attribute__((always_inline))
 #define SW_UNLIKELY(x) __builtin_expect(!!(x), 0)
 

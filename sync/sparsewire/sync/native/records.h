@@ -25,23 +25,33 @@ struct records {
     uint8_t *classes;    /* encoder only */
 };
 
-/* Takes a part of scratch: sets `field` unless only the size is asked for, with `base` NULL, and adds to `used`. */
-#define SW_TAKE(field, type, bytes) \
-    ((field) = (type)(void *)(base ? base + used : NULL), used += ((uint64_t)(bytes) + 127) & ~(uint64_t)63)
+/* Takes a part of scratch, or only its size while `base` is NULL. What lies between parts belongs to none of them. */
+static void *take_scratch(uint8_t *base, uint64_t *used, uint64_t bytes) {
+    uint8_t *part = base ? base + *used : NULL;
+    const uint64_t next = (*used + bytes + 127) & ~UINT64_C(63);
+#if defined(SW_ADDRESS_SANITIZER)
+    if (base) {
+        ASAN_UNPOISON_MEMORY_REGION(part, bytes);
+        ASAN_POISON_MEMORY_REGION(part + bytes, next - *used - bytes);
+    }
+#endif
+    *used = next;
+    return part;
+}
 
 static uint64_t lay_out_records(struct records *records, uint8_t *base, uint64_t capacity, uint32_t width, int encoder) {
     uint64_t used = 0;
     records->num = 0;
     records->capacity = capacity;
-    SW_TAKE(records->indices, int64_t *, 8 * capacity);
-    SW_TAKE(records->positions, uint32_t *, 4 * capacity);
-    SW_TAKE(records->old, uint8_t *, width * capacity);
-    SW_TAKE(records->new_, uint8_t *, width * capacity);
+    records->indices = take_scratch(base, &used, 8 * capacity);
+    records->positions = take_scratch(base, &used, 4 * capacity);
+    records->old = take_scratch(base, &used, width * capacity);
+    records->new_ = take_scratch(base, &used, width * capacity);
     records->ranks = NULL;
     records->classes = NULL;
     if (encoder) {
-        SW_TAKE(records->ranks, uint32_t *, 4 * capacity);
-        SW_TAKE(records->classes, uint8_t *, capacity);
+        records->ranks = take_scratch(base, &used, 4 * capacity);
+        records->classes = take_scratch(base, &used, capacity);
     }
     return used;
 }
