@@ -209,9 +209,7 @@ class Kernel:
             ValueError: cuts do not ascend, bits are not contiguous, or there are more than 2^24 elements.
         """
         dtype = new[0].dtype
-        table = _table(old, starts)
-        table[_Row.NEW] = _addresses(new)
-        table[_Row.MODE] = Wish.AUTO if wishes is None else wishes
+        table = _table(old, new, starts, wishes)
         job = _Encode(
             width=dtype.itemsize,
             num_cuts=len(cuts),
@@ -251,7 +249,7 @@ class Kernel:
             ValueError: bits are not contiguous.
         """
         dtype = old[0].dtype
-        table = _table(old, starts)
+        table = _table(old, None, starts, None)
         data = np.frombuffer(body, np.uint8)
         job = _Decode(
             width=dtype.itemsize,
@@ -292,8 +290,7 @@ class Kernel:
         Of up to 2^18 elements all are counted; of more the first 4,096 of every 32,768, segments laid end to end.
         """
         width = new[0].dtype.itemsize
-        table = _table(old, [0] * len(old))
-        table[_Row.NEW] = _addresses(new)
+        table = _table(old, new, [0] * len(old), None)
         elements, counts = np.zeros(256, np.uint64), np.zeros((256, 64 * width - 16), np.uint64)
         code = self._library.sparsewire_sample(
             self.isa, width, len(new), _address(table), _address(elements), _address(counts)
@@ -379,12 +376,24 @@ def _addresses(arrays: Sequence[Bits]) -> list[int]:
     return [bits.ctypes.data for bits in arrays]
 
 
-def _table(old: Sequence[Bits], starts: Sequence[int]) -> Counts:
-    table = np.zeros((len(_Row), len(old)), np.uint64)
-    table[_Row.OLD] = _addresses(old)
-    table[_Row.COUNT] = [len(bits) for bits in old]
-    table[_Row.START] = starts
-    return table
+def _table(
+    old: Sequence[Bits], new: Sequence[Bits] | None, starts: Sequence[int], wishes: Sequence[Wish] | None
+) -> Counts:
+    """Return the rows that describe segments; without `new` there are zeros in its place, without `wishes` AUTO."""
+    none = [0] * len(old)
+    return np.array(
+        [
+            _addresses(old),
+            none if new is None else _addresses(new),
+            [len(bits) for bits in old],
+            starts,
+            [Wish.AUTO] * len(old) if wishes is None else wishes,
+            none,
+            none,
+            none,
+        ],
+        np.uint64,
+    )
 
 
 def load_kernel(library: Path = LIBRARY, *, isa: Isa | None = None) -> Kernel | None:

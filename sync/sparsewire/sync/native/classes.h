@@ -27,6 +27,9 @@ struct block {
     uint32_t before[SW_BLOCK_WORDS][SW_MAX_CLASSES] __attribute__((aligned(64)));
     uint8_t class_of[SW_BLOCK] __attribute__((aligned(64)));
     uint64_t changed[SW_BLOCK_WORDS];
+    uint8_t touched[SW_BLOCK_WORDS]; /* words in which something changed */
+    uint32_t num_touched;
+    uint32_t num_changed;
     uint16_t at[SW_BLOCK + 64];
 };
 
@@ -74,13 +77,23 @@ static int prepare_classes(struct classes *classes, const uint8_t *cuts, uint32_
     return 1;
 }
 
-/* Sets `changed` of a word, unless `new_`, which is the block's, is NULL. */
+SW_INLINE void forget_changes(struct block *block) { block->num_touched = block->num_changed = 0; }
+
+/* Takes note of what changed in a word; words come in order. */
+SW_INLINE void note_changes(struct block *block, uint32_t word, uint64_t changed) {
+    block->changed[word] = changed;
+    block->touched[block->num_touched] = (uint8_t)word;
+    block->num_touched += changed != 0;
+    block->num_changed += popcount64(changed);
+}
+
+/* Notes the changes of a word, unless `new_`, which is the block's, is NULL. */
 SW_INLINE void compare_word(struct block *block, const uint8_t *old, const uint8_t *new_, uint32_t word, uint32_t width) {
     prefetch_word(old, width);
     if (!new_) return;
     new_ += (size_t)word * SW_WORD * width;
     prefetch_word(new_, width);
-    block->changed[word] = changed_in_word(old, new_, width);
+    note_changes(block, word, changed_in_word(old, new_, width));
 }
 
 #if defined(SW_AVX512)
@@ -124,6 +137,7 @@ SW_INLINE __m512i keys_of_word(const uint8_t *from, uint32_t width) {
 
 SW_INLINE void classify_block(struct block *block, struct counts *counts, const struct classes *classes,
                               const uint8_t *old, const uint8_t *new_, uint32_t num_words, uint32_t width) {
+    forget_changes(block);
     const __m512i table_low = _mm512_loadu_si512(classes->window);
     const __m512i table_high = _mm512_loadu_si512(classes->window + 64);
     const __m512i first_key = _mm512_set1_epi8((char)classes->first_key);
@@ -242,6 +256,7 @@ SW_INLINE __m256i narrow_counts(__m256i low, __m256i high) {
 
 SW_INLINE void classify_block(struct block *block, struct counts *counts, const struct classes *classes,
                               const uint8_t *old, const uint8_t *new_, uint32_t num_words, uint32_t width) {
+    forget_changes(block);
     const __m256i not0 = _mm256_setr_epi64x(-1, 0, -1, 0);
     const __m256i not1 = _mm256_setr_epi64x(-1, -1, 0, 0);
     __m256i tables[4];
@@ -293,6 +308,7 @@ typedef uint8_t sixteen __attribute__((vector_size(16)));
 /* Every cut in turn is compared with all keys of a word: that gives classes, and how many keys are not below the cut. */
 SW_INLINE void classify_block(struct block *block, struct counts *counts, const struct classes *classes,
                               const uint8_t *old, const uint8_t *new_, uint32_t num_words, uint32_t width) {
+    forget_changes(block);
     const uint32_t num_classes = classes->num_classes;
     for (uint32_t word = 0; word < num_words; word++) {
         const uint8_t *from = old + (size_t)word * SW_WORD * width;
@@ -357,11 +373,11 @@ SW_INLINE uint32_t rank_of(const struct block *block, uint32_t position) {
     return block->before[word][class_] + popcount64(low_bits(mask, position % SW_WORD));
 }
 
-/* Writes the positions of all set bits of `changed`, `count` of them, in order to `at`. */
-static void list_changes(struct block *block, uint32_t num_words, uint32_t count) {
+/* Writes the positions of all changes that were noted, in order, to `at`. */
+static void list_changes(struct block *block, uint32_t num_words) {
     uint16_t *at = block->at;
 #if defined(SW_AVX512)
-    if (count > num_words) {
+    if (block->num_changed > num_words) {
         const __m512i ramp =
             _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20,
                                                   21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31));
@@ -377,16 +393,11 @@ static void list_changes(struct block *block, uint32_t num_words, uint32_t count
         return;
     }
 #endif
+    (void)num_words;
     /* Few words hold more than two: those two are written without asking whether they are there. */
-    uint8_t words[SW_BLOCK_WORDS];
-    uint32_t num = 0;
-    for (uint32_t word = 0; word < num_words; word++) {
-        words[num] = (uint8_t)word;
-        num += block->changed[word] != 0;
-    }
-    for (uint32_t i = 0; i < num; i++) {
-        const uint32_t origin = (uint32_t)words[i] * SW_WORD;
-        const uint64_t first = block->changed[words[i]];
+    for (uint32_t i = 0; i < block->num_touched; i++) {
+        const uint32_t origin = (uint32_t)block->touched[i] * SW_WORD;
+        const uint64_t first = block->changed[block->touched[i]];
         const uint64_t second = first & (first - 1);
         uint64_t others = second & (second - 1);
         at[0] = (uint16_t)(origin + trailing_zeros(first));
@@ -394,14 +405,6 @@ static void list_changes(struct block *block, uint32_t num_words, uint32_t count
         at += 1 + (second != 0);
         for (; SW_UNLIKELY(others != 0); others &= others - 1) *at++ = (uint16_t)(origin + trailing_zeros(others));
     }
-    (void)count;
-}
-
-/* Elements that changed in a block. */
-SW_INLINE uint32_t count_changed(const struct block *block, uint32_t num_words) {
-    uint32_t count = 0;
-    for (uint32_t word = 0; word < num_words; word++) count += popcount64(block->changed[word]);
-    return count;
 }
 
 #endif

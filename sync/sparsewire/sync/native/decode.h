@@ -520,7 +520,9 @@ SW_INLINE int64_t place_changes(struct decoder *d, const struct segments *segmen
                     block.changed[word] |= UINT64_C(1) << bit;
                     store_element(targets.step_at, word * SW_WORD + bit, load_element(targets.step, i, width), width);
                 }
-                list_changes(&block, num_words, count);
+                forget_changes(&block);
+                for (uint32_t word = 0; word < num_words; word++) note_changes(&block, word, block.changed[word]);
+                list_changes(&block, num_words);
                 for (uint32_t i = 0; i < count; i++) {
                     const uint32_t position = block.at[i];
                     const uint64_t before = load_element(old, position, width);

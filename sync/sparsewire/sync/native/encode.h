@@ -9,7 +9,7 @@
 #include "scan.h"
 #include "tokens.h"
 
-/* Elements between the lists of two classes in scratch: whole vectors are stored at the end of a list. */
+/* Elements between the lists of two classes in scratch: whole words of a list are looked at at its end. */
 enum { SW_GUARD = 64, SW_MAX_HEAD_BYTES = 2 + 15 + 16 * (1 + 9 * 3 + 3 + SW_MAX_TOKENS) + 27 };
 
 struct bit_writer { uint8_t *at; uint64_t bits; uint32_t filled; };
@@ -86,74 +86,39 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
     return used;
 }
 
-/* Sorts ranks and steps by class, each class in the order of the records. */
-SW_INLINE void distribute(struct encoder *e, const struct records *records, uint32_t num_classes, uint32_t width) {
-    const uint64_t num = records->num;
-    const uint8_t *old = records->old;
-    const uint8_t *new_ = records->new_;
-    uint64_t counted[4][256];
-    memset(counted, 0, sizeof counted);
-    for (uint64_t i = 0; i < num; i++) counted[i & 3][records->classes[i]]++;
-    uint64_t next[SW_MAX_CLASSES];
-    uint64_t first = 0;
+SW_INLINE void move_record(struct encoder *e, const struct records *records, uint64_t from, uint32_t *next, uint32_t width) {
+    const uint32_t to = next[records->classes[from]]++;
+    e->ranks[to] = records->ranks[from];
+    store_element(e->steps, to, load_element(records->new_, from, width) - load_element(records->old, from, width), width);
+}
+
+/* Sorts ranks and steps by class, each class in the order of the records. Four quarters of the records go at once, each to
+ * its own part of every list, so that no store has to wait for the place that the one before has taken. */
+SW_INLINE void distribute(struct encoder *e, const struct records *records, uint32_t width) {
+    enum { QUARTERS = 4 };
+    const uint64_t quarter = records->num / QUARTERS;
+    const uint8_t *classes = records->classes;
+    uint32_t next[QUARTERS][SW_MAX_CLASSES];
+    memset(next, 0, sizeof next);
+    for (uint64_t i = 0; i < quarter; i++) {
+        for (uint32_t part = 0; part < QUARTERS; part++) next[part][classes[part * quarter + i]]++;
+    }
+    for (uint64_t i = QUARTERS * quarter; i < records->num; i++) next[QUARTERS - 1][classes[i]]++;
+    uint32_t first = 0;
     for (uint32_t class_ = 0; class_ < SW_MAX_CLASSES; class_++) {
-        e->num[class_] = counted[0][class_] + counted[1][class_] + counted[2][class_] + counted[3][class_];
-        e->first[class_] = next[class_] = first;
-        first += e->num[class_] + SW_GUARD;
-    }
-    uint64_t done = 0;
-    (void)num_classes;
-#if defined(SW_AVX512)
-    /* A batch of records stays in the level-1 cache while every class picks its own out of it. */
-    enum { BATCH = 1024 };
-    for (; done + 16 <= num;) {
-        const uint64_t stop = num - done >= BATCH ? done + BATCH : done + ((num - done) & ~UINT64_C(15));
-        for (uint32_t class_ = 0; class_ < num_classes; class_++) {
-            if (!e->num[class_]) continue;
-            uint64_t to = next[class_];
-            const __m128i wanted = _mm_set1_epi8((char)class_);
-            for (uint64_t i = done; i < stop; i += 16) {
-                const __mmask16 mine =
-                    _mm_cmpeq_epi8_mask(_mm_loadu_si128((const __m128i *)(records->classes + i)), wanted);
-                _mm512_storeu_si512(e->ranks + to, _mm512_maskz_compress_epi32(mine, _mm512_loadu_si512(records->ranks + i)));
-                const uint8_t *x = old + i * width;
-                const uint8_t *y = new_ + i * width;
-                uint8_t *steps = e->steps + to * width;
-                switch (width) {
-                case 1: {
-                    const __m128i step = _mm_sub_epi8(_mm_loadu_si128((const __m128i *)y), _mm_loadu_si128((const __m128i *)x));
-                    _mm_storeu_si128((__m128i *)steps, _mm_maskz_compress_epi8(mine, step));
-                    break;
-                }
-                case 2: {
-                    const __m256i step =
-                        _mm256_sub_epi16(_mm256_loadu_si256((const __m256i *)y), _mm256_loadu_si256((const __m256i *)x));
-                    _mm256_storeu_si256((__m256i *)steps, _mm256_maskz_compress_epi16(mine, step));
-                    break;
-                }
-                case 4:
-                    _mm512_storeu_si512(steps, _mm512_maskz_compress_epi32(mine, _mm512_sub_epi32(_mm512_loadu_si512(y),
-                                                                                                 _mm512_loadu_si512(x))));
-                    break;
-                default:
-                    _mm512_storeu_si512(steps, _mm512_maskz_compress_epi64((__mmask8)mine,
-                        _mm512_sub_epi64(_mm512_loadu_si512(y), _mm512_loadu_si512(x))));
-                    _mm512_storeu_si512(steps + 8 * popcount64(mine & 0xFF),
-                        _mm512_maskz_compress_epi64((__mmask8)(mine >> 8),
-                            _mm512_sub_epi64(_mm512_loadu_si512(y + 64), _mm512_loadu_si512(x + 64))));
-                }
-                to += popcount64(mine);
-            }
-            next[class_] = to;
+        e->first[class_] = first;
+        for (uint32_t part = 0; part < QUARTERS; part++) {
+            const uint32_t count = next[part][class_];
+            next[part][class_] = first;
+            first += count;
         }
-        done = stop;
+        e->num[class_] = first - e->first[class_];
+        first += SW_GUARD;
     }
-#endif
-    for (; done < num; done++) {
-        const uint64_t to = next[records->classes[done]]++;
-        e->ranks[to] = records->ranks[done];
-        store_element(e->steps, to, load_element(new_, done, width) - load_element(old, done, width), width);
+    for (uint64_t i = 0; i < quarter; i++) {
+        for (uint32_t part = 0; part < QUARTERS; part++) move_record(e, records, part * quarter + i, next[part], width);
     }
+    for (uint64_t i = QUARTERS * quarter; i < records->num; i++) move_record(e, records, i, next[QUARTERS - 1], width);
 }
 
 /* Gaps between changed ranks; returns how many. */
@@ -364,7 +329,7 @@ SW_INLINE uint8_t *put_block(uint8_t *to, const void *from, uint64_t bytes) {
 SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, const struct counts *sizes,
                               const uint8_t *cuts, uint32_t num_classes, uint32_t width) {
     e->num_tokens = 0;
-    distribute(e, records, num_classes, width);
+    distribute(e, records, width);
     for (uint32_t i = 0; i < SW_WORD; i++) {
         store_element(e->minus_one, i, ~UINT64_C(0), width);
         store_element(e->plus_one, i, 1, width);

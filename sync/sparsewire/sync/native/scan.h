@@ -15,9 +15,9 @@ enum { SW_SCAN_WORDS = 32 };
 /* Appends the changes of a block, whose `changed` is filled; returns how many. With one class `rank` is the first one's. */
 SW_INLINE uint32_t record_changes(struct records *records, struct block *block, const uint8_t *old, const uint8_t *new_,
                                   uint32_t num_words, uint64_t origin, int classified, uint32_t rank, uint32_t width) {
-    const uint32_t count = count_changed(block, num_words);
+    const uint32_t count = block->num_changed;
     const uint64_t num = records->num;
-    list_changes(block, num_words, count);
+    list_changes(block, num_words);
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t position = block->at[i];
         records->positions[num + i] = (uint32_t)origin + position;
@@ -75,6 +75,7 @@ SW_INLINE void scan_segments(const struct segments *segments, struct records *re
                 padding = (uint32_t)(SW_WORD - left);
             }
             if (crowded || num_classes == 1) {
+                forget_changes(&block);
                 for (uint32_t word = 0; word < num_words; word++) {
                     compare_word(&block, old + (size_t)word * SW_WORD * width, new_, word, width);
                 }
@@ -83,7 +84,7 @@ SW_INLINE void scan_segments(const struct segments *segments, struct records *re
                 counts->of[0] -= padding; /* zeros, which every choice of cuts puts into class 0 */
             }
             if (crowded) {
-                num_changed += count_changed(&block, num_words);
+                num_changed += block.num_changed;
             } else if (num_classes == 1) {
                 num_changed += record_changes(records, &block, old, new_, num_words, at, 0, counts->of[0], width);
                 counts->of[0] += (uint32_t)taken;
