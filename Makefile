@@ -1,6 +1,7 @@
 # demo   a real model learns across three emulated regions, on this machine
 # test   all tests          lint   style, types, layering, protocol files
 # bench  benchmarks, short  proto  regenerate protobuf code      clean  remove what these made
+# fuzz   hostile bytes against the native kernel, with sanitizers, for SECONDS_TO_FUZZ
 # bench-codec  the delta format against all peers, minutes; options in BENCH='--trace DIR --json FILE'
 #
 # Every target makes .venv when it is missing; all are safe to repeat.
@@ -11,15 +12,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints-cpu.txt
 PACKAGE := pyproject.toml constraints-cpu.txt hatch_build.py $(wildcard sync/sparsewire/sync/native/*.[ch])
 STEPS ?= 36
+SECONDS_TO_FUZZ ?= 60
 
 ifneq ($(filter 1.% 2.% 3.1% 3.2% 3.3% 3.4% 3.5% 3.6% 3.7% 3.80,$(MAKE_VERSION)),)
 $(error GNU make $(MAKE_VERSION) is too old: install 3.81 or newer)
 endif
 
-.PHONY: help demo test lint bench bench-codec proto clean
+.PHONY: help demo test fuzz lint bench bench-codec proto clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 
 demo: $(VENV)/.demo
 	$(BIN)/sparsewire sim --steps $(STEPS)
@@ -33,6 +35,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint proto
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS_TO_FUZZ)
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/codec.py --smoke

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, parse_chunk, seal
 from sparsewire.sync.codec.cuts import fit_partition
@@ -193,14 +192,16 @@ def _encode_classed(
     starts = [segment.start for segment in segments]
     used = fit_partition(old, new).cuts if cuts is None else cuts
     encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED)
-    num_changed = int(encoding.num_changed.sum())
-    crowded = np.flatnonzero(encoding.found == Found.CROWDED).tolist()
+    num_changed = sum(encoding.num_changed.tolist())
+    # Plain lists from here on: most chunks have few segments, for which every call of NumPy costs more than it saves.
+    found = encoding.found.tolist()
     wishes = [Wish.AUTO] * len(segments)
+    crowded = [number for number, what in enumerate(found) if what == Found.CROWDED]
     for number in crowded:
         estimate = fit_partition([old[number]], [new[number]]).num_bits / 8
         wishes[number] = Wish.SKIP if len(encode_dense(new[number])) < estimate else Wish.CLASSED
-    has_body = Wish.CLASSED in wishes or bool((encoding.found == Found.CLASSED).any())
-    if has_body and len(small := _small_unchanged(segments, encoding.found)) > MANY_SMALL:
+    has_body = Wish.CLASSED in wishes or Found.CLASSED in found
+    if has_body and len(small := _small_unchanged(segments, found)) > MANY_SMALL:
         for number in small:
             wishes[number] = Wish.CLASSED
     rest = [number for number, wish in enumerate(wishes) if wish is not Wish.SKIP]
@@ -208,12 +209,14 @@ def _encode_classed(
         if cuts is None:
             used = fit_partition([old[number] for number in rest], [new[number] for number in rest]).cuts
         encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED, wishes=wishes)
-    found = encoding.found
+        found = encoding.found.tolist()
     modes = [
         Mode.UNCHANGED if what == Found.UNCHANGED else Mode.CLASSED if what == Found.CLASSED else Mode.DENSE
-        for what in found.tolist()
+        for what in found
     ]
-    in_body = np.where(found == Found.CLASSED, encoding.num_changed, np.uint64(0))
+    in_body = [
+        count if mode is Mode.CLASSED else 0 for count, mode in zip(encoding.num_changed.tolist(), modes, strict=True)
+    ]
     patches = _split(segments, in_body, encoding)
     for segment, mode, before, after in zip(segments, modes, old, new, strict=True):
         if mode is Mode.DENSE:
@@ -223,16 +226,19 @@ def _encode_classed(
         segments,
         modes,
         sorted(patches, key=_place),
-        digests=encoding.digests[in_body > 0],
+        digests=[terms for terms, count in zip(encoding.digests.tolist(), in_body, strict=True) if count],
         changes=encoding.body,
         cuts=used if Mode.CLASSED in modes else None,
         num_changed=num_changed,
     )
 
 
-def _small_unchanged(segments: Sequence[Segment], found: npt.NDArray[np.uint64]) -> list[int]:
-    unchanged = np.flatnonzero(found == Found.UNCHANGED).tolist()
-    return [number for number in unchanged if segments[number].count < SMALL_ELEMENTS]
+def _small_unchanged(segments: Sequence[Segment], found: Sequence[int]) -> list[int]:
+    return [
+        number
+        for number, (segment, what) in enumerate(zip(segments, found, strict=True))
+        if what == Found.UNCHANGED and segment.count < SMALL_ELEMENTS
+    ]
 
 
 def _coder() -> Kernel | Reference:
@@ -241,13 +247,12 @@ def _coder() -> Kernel | Reference:
 
 
 def _split(
-    segments: Sequence[Segment], num_changed: npt.NDArray[np.uint64], coded: NativeEncoding | NativeDecoding
+    segments: Sequence[Segment], num_changed: Sequence[int], coded: NativeEncoding | NativeDecoding
 ) -> list[TensorPatch]:
     """Return the patch of each segment that changed out of those of all of them, one after the other."""
-    ends = np.cumsum(num_changed, dtype=np.int64).tolist()
     return [
         _sparse_patch(segment, coded.indices[a:b], coded.old[a:b], coded.new[a:b])
-        for segment, (a, b) in zip(segments, pairwise([0, *ends]), strict=True)
+        for segment, (a, b) in zip(segments, pairwise(accumulate(num_changed, initial=0)), strict=True)
         if b > a
     ]
 
@@ -280,7 +285,7 @@ def _seal(
     patches: Sequence[TensorPatch],
     *,
     num_changed: int,
-    digests: npt.NDArray[np.uint64] | None = None,
+    digests: Sequence[Sequence[int]] | None = None,
     changes: bytes = b"",
     cuts: bytes | None = None,
 ) -> EncodedChunk:
@@ -301,10 +306,10 @@ def _seal(
     )
 
 
-def _digest_changes(patches: Sequence[TensorPatch], digests: npt.NDArray[np.uint64] | None) -> dict[int, TensorDigest]:
+def _digest_changes(patches: Sequence[TensorPatch], digests: Sequence[Sequence[int]] | None) -> dict[int, TensorDigest]:
     """Return what the patches add to the digests of tensors; `digests` has it of each sparse one where it is known."""
     changes: dict[int, TensorDigest] = {}
-    known = None if digests is None else iter(digests.tolist())
+    known = None if digests is None else iter(digests)
     for patch in patches:
         if patch.indices is None:
             change = digest_bits(patch.values, start=patch.start)
@@ -361,7 +366,7 @@ def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> 
 
 def _decode_changes(
     chunk: ParsedChunk, bases: Mapping[int, Bits]
-) -> tuple[list[TensorPatch], npt.NDArray[np.uint64] | None]:
+) -> tuple[list[TensorPatch], Sequence[Sequence[int]] | None]:
     """Return the patches of changed sparse or classed segments, and their digests where the coder has them."""
     numbers = [number for number, mode in enumerate(chunk.modes) if mode is chunk.profile.mode]
     if not numbers:
@@ -378,7 +383,9 @@ def _decode_changes(
         old=[np.ascontiguousarray(bits) for bits in old],
         starts=[segment.start for segment in segments],
     )
-    return _split(segments, decoding.num_changed, decoding), decoding.digests[decoding.num_changed > 0]
+    num_changed = decoding.num_changed.tolist()
+    digests = [terms for terms, count in zip(decoding.digests.tolist(), num_changed, strict=True) if count]
+    return _split(segments, num_changed, decoding), digests
 
 
 def _decode_base_free(chunk: ParsedChunk, segments: Sequence[Segment], old: Sequence[Bits]) -> list[TensorPatch]:

@@ -30,6 +30,8 @@ _CHECKED_HEADER_BYTES = HEADER.size - _CRC.size
 ANCHOR_FLAG = 1
 PACKED_TABLE_FLAG = 2
 
+MIN_PACKED_TABLE_BYTES = 64
+"""Shorter tables stay as they are: setting zstd up would take longer than coding a chunk's changes may."""
 TABLE_ZSTD_LEVEL = 3
 _MAX_ROW_BYTES = 1 + 3 * MAX_VARINT_BYTES
 
@@ -124,10 +126,11 @@ def seal(
 ) -> bytes:
     """Return the chunk that `parse_chunk` takes apart again."""
     table = _write_table(segments, modes)
-    packed = zstandard.ZstdCompressor(level=TABLE_ZSTD_LEVEL).compress(table)
     flags = ANCHOR_FLAG if is_anchor else 0
-    if len(packed) < len(table):
-        table, flags = packed, flags | PACKED_TABLE_FLAG
+    if len(table) >= MIN_PACKED_TABLE_BYTES:
+        packed = zstandard.ZstdCompressor(level=TABLE_ZSTD_LEVEL).compress(table)
+        if len(packed) < len(table):
+            table, flags = packed, flags | PACKED_TABLE_FLAG
     total = HEADER.size + len(table) + len(changes) + len(dense)
     head = HEADER.pack(
         MAGIC,

@@ -92,6 +92,13 @@ SW_INLINE void move_record(struct encoder *e, const struct records *records, uin
     store_element(e->steps, to, load_element(records->new_, from, width) - load_element(records->old, from, width), width);
 }
 
+/* Asks for all of an array at once: the scan has driven it out of the caches, and it is used in too many places at a time
+ * for the processor to see a pattern. */
+SW_INLINE void recall(const void *array, uint64_t bytes) {
+    const uint8_t *from = array;
+    for (uint64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
 /* Sorts ranks and steps by class, each class in the order of the records. Four quarters of the records go at once, each to
  * its own part of every list, so that no store has to wait for the place that the one before has taken. */
 SW_INLINE void distribute(struct encoder *e, const struct records *records, uint32_t width) {
@@ -100,6 +107,12 @@ SW_INLINE void distribute(struct encoder *e, const struct records *records, uint
     const uint8_t *classes = records->classes;
     uint32_t next[QUARTERS][SW_MAX_CLASSES];
     memset(next, 0, sizeof next);
+    recall(classes, records->num);
+    recall(records->ranks, 4 * records->num);
+    recall(records->old, width * records->num);
+    recall(records->new_, width * records->num);
+    recall(e->ranks, 4 * (records->num + SW_MAX_CLASSES * SW_GUARD));
+    recall(e->steps, width * (records->num + SW_MAX_CLASSES * SW_GUARD));
     for (uint64_t i = 0; i < quarter; i++) {
         for (uint32_t part = 0; part < QUARTERS; part++) next[part][classes[part * quarter + i]]++;
     }
