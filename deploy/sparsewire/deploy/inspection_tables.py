@@ -71,7 +71,7 @@ def print_version(detail: VersionDetail, console: Console) -> None:
         header_style="dim",
         pad_edge=False,
     )
-    for heading in ("pack", "offset", "bytes", "dtype", "ranges", "elements", "sparse", "dense"):
+    for heading in ("pack", "offset", "bytes", "dtype", "ranges", "elements", "coded", "dense"):
         chunks.add_column(heading, justify="right")
     for chunk in detail.chunks[:_SHOWN_CHUNKS]:
         chunks.add_row(
