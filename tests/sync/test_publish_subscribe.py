@@ -15,6 +15,7 @@ from sparsewire.sync import Publisher, PublisherSettings, Shard, Subscriber, ten
 from sparsewire.sync.chain import LinkKind
 from sparsewire.sync.errors import (
     ConfigError,
+    DamagedError,
     FencedError,
     SchemaMismatchError,
     VersionUnavailableError,
@@ -456,3 +457,121 @@ def test_uint16_bits_can_be_published_as_they_are(memory_url: str) -> None:
         assert subscriber.tensors()["w"].dtype == np.uint16
         np.testing.assert_array_equal(subscriber.tensors()["w"], view["w"])
         assert not subscriber.tensors()["w"].flags.writeable
+
+
+def test_a_refused_view_after_a_restart_leaves_the_publisher_usable(
+    memory_url: str, make_view: MakeView, change: Change, assert_same_bits: SameBits
+) -> None:
+    view = make_view(0)
+    with Publisher.open(memory_url, run="r1") as publisher:
+        publisher.publish(view)
+    with Publisher.open(memory_url, run="r1") as publisher:
+        cut = dict(view)
+        whole = view["model.layers.0.weight"]
+        cut["model.layers.0.weight"] = Shard(whole.reshape(-1)[:10], 0, whole.shape)
+        with pytest.raises(SchemaMismatchError, match="end at element 10"):
+            publisher.publish(cut)
+        view = change(view, 1)
+        assert publisher.publish(view).version == 1
+    with Subscriber.open(memory_url, run="r1") as subscriber:
+        subscriber.sync()
+        assert_same_bits(subscriber.tensors(), view)
+
+
+def test_a_damaged_old_manifest_does_not_stop_pruning(memory_url: str, make_view: MakeView, change: Change) -> None:
+    view = make_view(0)
+    settings = PublisherSettings(anchor_fraction=1e-9, retain_versions=2)
+    with Publisher.open(memory_url, run="r1", settings=settings) as publisher:
+        for seed in range(6):
+            publisher.publish(view)
+            view = change(view, seed)
+        key = f"r1/versions/{5:012d}.manifest"
+        data = bytearray(publisher.store.get(key).data)
+        data[len(data) // 2] ^= 1
+        publisher.store.put(key, bytes(data))
+        for seed in range(6, 12):
+            publisher.publish(view)
+            view = change(view, seed)
+        assert History(store=publisher.store, run="r1").versions() == [10, 11]
+
+
+def test_a_path_past_many_damaged_anchors_is_found(
+    memory_url: str, make_view: MakeView, change: Change, assert_same_bits: SameBits
+) -> None:
+    view = make_view(0)
+    settings = PublisherSettings(anchor_fraction=1e-9, retain_versions=64)
+    with Publisher.open(memory_url, run="r1", settings=settings) as publisher:
+        for seed in range(9):
+            view = change(view, seed)
+            publisher.publish(view)
+        history = History(store=publisher.store, run="r1")
+        for link in history.links():
+            if link.kind is LinkKind.ANCHOR and link.version >= 3:
+                key = f"r1/{history.manifest(link).packs[0].key}"
+                publisher.store.put(key, publisher.store.get(key).data[:-1] + b"x")
+    with Subscriber.open(memory_url, run="r1") as subscriber:
+        assert subscriber.sync() == 8
+        assert_same_bits(subscriber.tensors(), view)
+
+
+def test_what_strangers_leave_in_the_store_and_what_listeners_raise_stops_no_publish(
+    memory_url: str, make_view: MakeView
+) -> None:
+    heard: list[int] = []
+
+    def failing(manifest: object) -> None:
+        raise ValueError("listener")
+
+    with Publisher.open(memory_url, run="r1") as publisher:
+        publisher.on_commit(failing)
+        publisher.on_commit(lambda manifest: heard.append(manifest.version))
+        publisher.store.put("r1/readers/d.json", b'{"version":1e400,"expires_unix_seconds":1e18}')
+        assert publisher.publish(make_view(0)).version == 0
+        assert publisher.publish(make_view(0)).version == 1
+    assert heard == [0, 1]
+
+
+def test_packs_of_killed_publishers_are_swept_once_nobody_can_name_them(memory_url: str, make_view: MakeView) -> None:
+    with Publisher.open(memory_url, run="r1") as publisher:
+        publisher.publish(make_view(0))
+        publisher.store.put("r1/packs/000000000000/00000001-stray-00000.pack", b"x")
+        publisher.store.put("r1/packs/000000000007/00000001-ahead-00000.pack", b"x")
+        history = History(store=publisher.store, run="r1")
+        assert history.sweep(up_to=0, older_than_unix_seconds=0.0) == 0
+        assert history.sweep(up_to=0, older_than_unix_seconds=1e12) == 1
+        assert len(list(publisher.store.list("r1/packs/"))) == 2
+
+
+def test_a_run_whose_commits_are_gone_is_not_begun_again(memory_url: str, make_view: MakeView, change: Change) -> None:
+    view = make_view(0)
+    with Publisher.open(memory_url, run="r1", settings=PublisherSettings(anchor_fraction=1e-9)) as publisher:
+        publisher.publish(view)
+        publisher.publish(change(view, 1))
+        publisher.store.delete(f"r1/versions/{1:012d}.manifest")
+    with (
+        pytest.raises(DamagedError, match="holds version 1, but its newest commit is 0"),
+        Publisher.open(memory_url, run="r1"),
+    ):
+        pass
+
+
+def test_settings_and_deadlines_that_make_no_sense_are_refused(memory_url: str, make_view: MakeView) -> None:
+    for wrong in ({"chunk_bytes": 0}, {"chunk_bytes": 64 << 20}, {"retain_versions": 1.5}, {"profile": "x"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            PublisherSettings(**wrong)
+    with Publisher.open(memory_url, run="r1") as publisher:
+        with pytest.raises(ConfigError, match="step -1"):
+            publisher.publish(make_view(0), step=-1)
+        publisher.publish(make_view(0))
+    subscriber = Subscriber.open(memory_url, run="r1")
+    with pytest.raises(ConfigError, match="not open"):
+        subscriber.sync()
+    with subscriber:
+        for wrong_deadline in (float("nan"), "3"):
+            with pytest.raises(ConfigError, match="number of seconds"):
+                subscriber.sync(deadline=wrong_deadline)  # type: ignore[arg-type]
+        assert subscriber.sync(deadline=float("inf")) == 0
+        with pytest.raises(VersionUnavailableError, match="count from 0"):
+            subscriber.sync(version=-1)
+    with pytest.raises(ConfigError, match="not open"):
+        publisher.publish(make_view(0))

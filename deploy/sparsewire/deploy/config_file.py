@@ -135,7 +135,9 @@ def parse_setting(text: str) -> tuple[str, object]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip().isidentifier():
-        raise ConfigError("wants KEY=VALUE with a key of the configuration, for example num_threads=2")
+        raise ConfigError(
+            f"setting {key[:40]!r}: wants KEY=VALUE with a key of the configuration, for example num_threads=2"
+        )
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

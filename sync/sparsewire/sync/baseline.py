@@ -57,6 +57,8 @@ class Baseline:
     def shards_of(self, view: LocalView) -> LocalView | None:
         """Return the committed bits of the ranges that `view` covers, None for a run without versions.
 
+        Until a publish has been committed the ranges may still change: they are cut anew from the rebuilt head.
+
         Raises:
             SchemaMismatchError: the view is of another model, or its shards moved since the last call.
         """
@@ -71,7 +73,6 @@ class Baseline:
                 view.starts,
                 tuple(whole[start : start + len(bits)].copy() for whole, start, bits in parts),
             )
-            self.close()
         local = self.local
         self._check_schema(view, local.schema)
         if local.extents != view.extents:
@@ -95,6 +96,7 @@ class Baseline:
 
     def move(self, view: LocalView, part: Part, manifest: Manifest) -> None:
         """Take over a committed version: what this rank published of `view` as `part`."""
+        self.close()
         if self.head is None:
             self._local = LocalView(view.schema, view.starts, tuple(np.array(bits) for bits in view.bits))
             self.digests = (ZERO,) * len(view.schema)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from math import isnan
 
-from sparsewire.sync.errors import DeadlineExceededError
+from sparsewire.sync.errors import ConfigError, DeadlineExceededError
 
 
 class Deadline:
     """Counts down on the monotonic clock from the moment it is made."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        """Start counting; anything above `threading.TIMEOUT_MAX` counts as that.
+
+        Raises:
+            ConfigError: not a number of seconds.
+        """
+        if not isinstance(seconds, int | float) or isnan(seconds):
+            raise ConfigError(f"a deadline is a number of seconds, not {seconds!r}")
+        self._seconds = seconds = min(seconds, threading.TIMEOUT_MAX)
         self._end = time.monotonic() + seconds
 
     @property

@@ -38,6 +38,7 @@ from sparsewire.sync.types import Schema
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _VERSION_KEY = re.compile(r"(versions|anchors)/([0-9]{12})\.manifest")
 _SQUASHED_KEY = re.compile(r"squashed/([0-9]{12})-([0-9]{12})\.manifest")
+_PACK_VERSION = re.compile(r"packs/([0-9]{12})/")
 _CACHED_MANIFESTS = 256
 _CLAIM_ATTEMPTS = 20
 
@@ -272,14 +273,41 @@ class History:
         self.store.put_if_absent(self.key(_name(LinkKind.ANCHOR, None, manifest.version)), manifest.seal())
 
     def delete(self, link: Link) -> None:
-        """Remove a link, its manifest first so that no manifest ever names absent packs."""
+        """Remove a link, its manifest first so that no manifest ever names absent packs.
+
+        The packs of a damaged manifest stay until `sweep`, since nothing says which they are.
+        """
         relative = self._place(link)
-        manifest = self._manifest(relative)
+        manifest = self._manifest_or_none(relative)
         self.store.delete(self.key(relative))
         with self._lock:
             self._cache.pop(relative, None)
-        for pack in manifest.packs:
+        for pack in manifest.packs if manifest else ():
             self.store.delete(self.key(pack.key))
+
+    def sweep(self, *, up_to: int, older_than_unix_seconds: float) -> int:
+        """Remove packs that no manifest names, left by publishers that were killed; returns how many.
+
+        Only packs of versions committed already (at most `up_to`), and not written lately: nobody can still be about
+        to name them.
+        """
+        named: set[str] = set()
+        for link in self.links():
+            manifest = self._manifest_or_none(self._place(link))
+            if manifest is None:
+                return 0
+            named.update(self.key(pack.key) for pack in manifest.packs)
+        stray = [
+            info.key
+            for info in self.store.list(self.key("packs/"))
+            if info.key not in named
+            and info.modified_unix_seconds < older_than_unix_seconds
+            and (match := _PACK_VERSION.match(info.key[len(self.run) + 1 :]))
+            and int(match[1]) <= up_to
+        ]
+        for key in stray:
+            self.store.delete(key)
+        return len(stray)
 
     # Readers.
 
@@ -301,7 +329,7 @@ class History:
                 version, expires = int(fields["version"]), float(fields["expires_unix_seconds"])
             except NotFoundError:
                 continue
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 version, expires = 0, 0.0
             if expires > now_unix_seconds:
                 versions.append(version)

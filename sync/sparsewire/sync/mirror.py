@@ -153,6 +153,9 @@ class Mirror:
             self._recover()
         except DamagedError as error:
             self.drop(f"{error}")
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(f"mirror directory {self.path} cannot be used: {error}; fix or delete it") from error
         except BaseException:
             self._lock.close()
             raise

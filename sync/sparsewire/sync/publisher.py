@@ -25,17 +25,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 from prometheus_client import Counter, Gauge, Histogram
 
 from sparsewire.sync.baseline import Baseline
 from sparsewire.sync.chain import LinkKind, anchor_due, retained
-from sparsewire.sync.codec import CHUNK_BYTES, CutsMemory, Profile
+from sparsewire.sync.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, CutsMemory, Profile
 from sparsewire.sync.errors import (
     AlreadyExistsError,
     ConfigError,
+    DamagedError,
     DeadlineExceededError,
     DigestMismatchError,
     FencedError,
@@ -54,6 +55,11 @@ from sparsewire.sync.store.open import check_store_url, open_store
 from sparsewire.sync.view import LocalView, Shard, check_cover
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_STRAY_AGE = timedelta(hours=1)
+"""Packs that no version names are removed at this age."""
 
 _MAX_CATCH_UPS = 3
 """How often one publish may find that its version was committed by a learner fenced a moment too late."""
@@ -82,17 +88,26 @@ class PublisherSettings:
     retain_versions: int = 32
     """How many of the newest versions stay reachable for a worker that holds them."""
     chunk_bytes: int = CHUNK_BYTES
-    """Bytes of the view that a chunk covers: the unit of memory and of verification."""
+    """Bytes of the view that a chunk covers, 8 to 16 Mi: the unit of memory and of verification."""
     profile: Profile = Profile.CLASSED
     """How changes are coded; `base-free` for readers that cannot scan their weights. Readers take either."""
     timeout: timedelta = timedelta(minutes=30)
     """Bound on one publish, and on waiting for the one before it."""
 
     def __post_init__(self) -> None:
-        if not self.anchor_fraction > 0 or self.retain_versions < 1:
-            raise ConfigError(
-                f"anchor_fraction {self.anchor_fraction} must be > 0, retain_versions {self.retain_versions} at least 1"
-            )
+        problems = []
+        if not self.anchor_fraction > 0:
+            problems.append(f"anchor_fraction {self.anchor_fraction} must be above 0")
+        if not isinstance(self.retain_versions, int) or self.retain_versions < 1:
+            problems.append(f"retain_versions {self.retain_versions} must be a whole number from 1")
+        if not isinstance(self.chunk_bytes, int) or not 8 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            problems.append(f"chunk_bytes {self.chunk_bytes} must be in 8..{MAX_CHUNK_BYTES}")
+        if self.profile not in list(Profile):
+            problems.append(f"profile {self.profile!r} must be one of {', '.join(Profile)}")
+        if not self.timeout > timedelta(0):
+            problems.append(f"timeout {self.timeout} must be above 0")
+        if problems:
+            raise ConfigError("; ".join(problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +136,8 @@ class Publisher:
         self._ranks = ranks
         self._settings = settings
         self._stack = ExitStack()
+        self._is_open = False
+        self._swept = False
         self._claim: Claim | None = None
         self._agreement = Agreement(ranks)
         self._baseline = Baseline(url=url, run=run)
@@ -152,14 +169,16 @@ class Publisher:
             self._history = History(store=self.store, run=self._run)
             self._executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="publish"))
             stack.callback(self._baseline.close)
-            self._executor.submit(self._take_over).result(self._settings.timeout.total_seconds())
+            self._await(self._executor.submit(self._take_over))
             self._stack = stack.pop_all()
+        self._is_open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for the publish in flight, then close the store; the run may be claimed by another at any time."""
+        self._is_open = False
         self._stack.close()
 
     @property
@@ -212,6 +231,10 @@ class Publisher:
 
         The arrays must not change until the future is done.
         """
+        if not self._is_open:
+            raise ConfigError(f"this publisher of run {self._run} is not open: use it inside its `with` block")
+        if not 0 <= step < 1 << 63:
+            raise ConfigError(f"step {step} must be a whole number from 0")
         stepped = time.time() if stepped_unix_seconds is None else stepped_unix_seconds
         local = LocalView.of(view)
         if self._flight is not None and not self._flight.done():
@@ -222,12 +245,12 @@ class Publisher:
         self._flight = self._executor.submit(self._publish, local, step, stepped)
         return self._flight
 
-    def _await(self, future: Future[Manifest]) -> Manifest:
+    def _await(self, future: Future[_T]) -> _T:
         try:
             return future.result(self._settings.timeout.total_seconds())
         except TimeoutError as error:
             raise DeadlineExceededError(
-                f"run {self._run}: publish did not finish within {self._settings.timeout}"
+                f"run {self._run}: claiming or publishing did not finish within {self._settings.timeout}"
             ) from error
 
     # In the publishing thread.
@@ -255,7 +278,18 @@ class Publisher:
             _HEAD.set(head.version)
 
     def _sealed_head(self) -> bytes:
+        """Return the newest commit, sealed; nothing for a run without versions.
+
+        Raises:
+            DamagedError: versions are there whose commits are not, so the next number cannot be known.
+        """
         version = self._history.head()
+        newest = max((link.version for link in self._history.links()), default=None)
+        if newest != version:
+            raise DamagedError(
+                f"{self.store.url}: run {self._run} holds version {newest}, but its newest commit is {version}; "
+                f"restore versions/{newest:012d}.manifest, or start another run"
+            )
         return b"" if version is None else self._history.commit(version).seal()
 
     def _publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest:
@@ -272,10 +306,17 @@ class Publisher:
             _PUBLISHED.labels("failed").inc()
             raise
         self._report(manifest, time.time() - started)
-        for listener in self._listeners:
-            listener(manifest)
+        self._tell_listeners(manifest)
         self._upkeep()
         return manifest
+
+    def _tell_listeners(self, manifest: Manifest) -> None:
+        """Call the listeners; one that fails is logged, since the version is committed all the same."""
+        for listener in self._listeners:
+            try:
+                listener(manifest)
+            except Exception:
+                logger.exception("a listener failed after version %d was committed", manifest.version)
 
     def _report(self, manifest: Manifest, seconds: float) -> None:
         assert self.last_report is not None
@@ -462,3 +503,8 @@ class Publisher:
         for link in sorted(set(links) - kept, key=lambda link: link.version):
             self._history.delete(link)
             logger.info("pruned the %s of version %d (%d bytes)", link.kind.value, link.version, link.num_bytes)
+        if not self._swept:
+            self._swept = True
+            before = time.time() - _STRAY_AGE.total_seconds()
+            if num_stray := self._history.sweep(up_to=self.head.version, older_than_unix_seconds=before):
+                logger.info("removed %d packs that no version names", num_stray)

@@ -11,6 +11,7 @@ engine which stands at an older version gets all that it misses as one patch; ot
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +31,13 @@ from sparsewire.sync.deadline import Deadline
 from sparsewire.sync.delta import TensorPatch
 from sparsewire.sync.digest import ZERO, TensorDigest, version_digest
 from sparsewire.sync.errors import (
+    ConfigError,
     DamagedError,
     DigestMismatchError,
     NotFoundError,
     SchemaMismatchError,
     SparsewireError,
+    StoreAccessError,
     StoreUnavailableError,
     UnsupportedFormatError,
     VersionUnavailableError,
@@ -56,7 +59,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_DEADLINE_SECONDS = 3600.0
 """Bound on a sync for which the caller names none: an anchor of a large model over a slow link takes long."""
 
-_MAX_REPLANS = 3
 _MAX_SEED_CANDIDATES = 64
 _VERSION = Gauge("sparsewire_subscriber_version", "Version that the mirror holds, verified.")
 _WIRE_BYTES = Counter("sparsewire_subscriber_wire_bytes_total", "Bytes of packs and manifests fetched.", ["kind"])
@@ -79,6 +81,7 @@ class Subscriber:
         self._seed = seed
         self._staging = Staging(mirror=self._mirror, keep=stage)
         self._stack = ExitStack()
+        self._is_open = False
         self._schemas: dict[bytes, Schema] = {}
         self.seeded_version: int | None = None
         """The version that a local checkpoint gave, so that it never crossed the wire; None when none did."""
@@ -118,6 +121,7 @@ class Subscriber:
             stack.callback(self._source.close)
             stack.enter_context(self._mirror)
             self._stack = stack.pop_all()
+        self._is_open = True
         if self._mirror.version is not None:
             logger.info("mirror holds version %d of run %s, digests verified", self._mirror.version, self._run)
             _VERSION.set(self._mirror.version)
@@ -126,7 +130,12 @@ class Subscriber:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_open = False
         self._stack.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ConfigError(f"this subscriber of run {self._run} is not open: use it inside its `with` block")
 
     # Looking.
 
@@ -142,12 +151,13 @@ class Subscriber:
         Raises:
             VersionUnavailableError: the run has no version yet.
         """
+        self._check_open()
         if self.version is not None:
             return self._mirror.schema
         links = self._source.links(after=None)
         if not links:
             raise VersionUnavailableError(f"{self._source.url}: run {self._run} has no version yet; start its learner")
-        return self._schema(self._open(links[-1]))
+        return self._schema(self._open(links[-1]), Deadline(DEFAULT_DEADLINE_SECONDS))
 
     def tensors(self) -> Mapping[str, npt.NDArray[Any]]:
         """Return every tensor at `version`, read-only, without copying: the arrays show later versions after a sync.
@@ -191,9 +201,20 @@ class Subscriber:
             DamagedError, NotFoundError: an object stayed damaged or absent and no other path leads there; names it.
             StoreUnavailableError, DeadlineExceededError: call again.
         """
+        self._check_open()
         clock = Deadline(DEFAULT_DEADLINE_SECONDS if deadline is None else deadline)
+        try:
+            return self._sync(version, clock)
+        except OSError as error:
+            raise StoreAccessError(
+                f"mirror {self._mirror.path}: {error}; version {self.version} is still held: free space or fix access"
+            ) from error
+
+    def _sync(self, version: int | None, clock: Deadline) -> int:
         started = time.time()
         held = self.version
+        if version is not None and version < 0:
+            raise VersionUnavailableError(f"run {self._run}: version {version} cannot exist; versions count from 0")
         if version is not None and held is not None and version < held:
             raise VersionUnavailableError(
                 f"run {self._run}: version {version} lies behind {held}; a mirror only moves forward"
@@ -227,7 +248,7 @@ class Subscriber:
     def _walk(self, links: list[Link], wanted: int, deadline: Deadline) -> None:
         """Take the cheapest path; around a link that is damaged or gone try another, and raise its error if there is none."""
         failure: SparsewireError | None = None
-        for _ in range(_MAX_REPLANS + 1):
+        for _ in range(len(links) + 1):
             if self.version == wanted:
                 return
             try:
@@ -289,14 +310,18 @@ class Subscriber:
             )
         return manifest
 
-    def _schema(self, manifest: Manifest) -> Schema:
+    def _schema(self, manifest: Manifest, deadline: Deadline) -> Schema:
         sha256 = manifest.schema_sha256
+        where = f"{self._source.url}: schema {sha256.hex()} of run {self._run}"
         if sha256 not in self._schemas:
-            schema = Schema.from_bytes(self._source.schema(sha256))
-            if schema.sha256 != sha256:
-                raise DamagedError(f"{self._source.url}: schema {sha256.hex()} has another hash")
-            self._schemas = {sha256: schema}
+            self._schemas = {sha256: retry(where, lambda: self._fetch_schema(sha256, where), deadline=deadline)}
         return self._schemas[sha256]
+
+    def _fetch_schema(self, sha256: bytes, where: str) -> Schema:
+        data = self._source.schema(sha256)
+        if hashlib.sha256(data).digest() != sha256:
+            raise DamagedError(f"{where}: its bytes have another hash; restore it from another copy")
+        return Schema.from_bytes(data)
 
     # One link.
 
@@ -309,7 +334,7 @@ class Subscriber:
                 f"the mirror holds {state.version} ({state.version_digest.hex()[:16]})"
             )
         if manifest.schema_sha256 != state.schema_sha256:
-            difference = describe_difference(self._schema(manifest), mirror.schema)
+            difference = describe_difference(self._schema(manifest, deadline), mirror.schema)
             raise SchemaMismatchError(
                 f"{where}: the run's tensors changed ({difference}); start a new run for a new model"
             )
@@ -336,7 +361,7 @@ class Subscriber:
 
     def _take_anchor(self, manifest: Manifest, deadline: Deadline, clock: _PhaseClock) -> None:
         where = f"{self._source.url}: anchor of version {manifest.version}"
-        schema = self._schema(manifest)
+        schema = self._schema(manifest, deadline)
         digests = [ZERO] * len(schema)
         covered = [0] * len(schema)
         with self._mirror.fill(schema) as fresh:
@@ -389,12 +414,14 @@ class Subscriber:
             except (DamagedError, NotFoundError, StoreUnavailableError) as error:
                 logger.warning("seed not compared with version %d: %s", link.version, error)
                 continue
-            if self._sow_version(seed, checkpoint, manifest):
+            if self._sow_version(seed, checkpoint, manifest, deadline):
                 return
         logger.warning("seed %s is none of the run's versions; an anchor will be fetched instead", seed)
 
-    def _sow_version(self, seed: Path, checkpoint: Mapping[str, npt.NDArray[Any]], manifest: Manifest) -> bool:
-        schema = self._schema(manifest)
+    def _sow_version(
+        self, seed: Path, checkpoint: Mapping[str, npt.NDArray[Any]], manifest: Manifest, deadline: Deadline
+    ) -> bool:
+        schema = self._schema(manifest, deadline)
         with self._mirror.fill(schema) as fresh:
             try:
                 digests = seed_weights(fresh, checkpoint)
