@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from sparsewire.sync.delta import apply_patch
 from sparsewire.sync.digest import TensorDigest, digest_bits, version_digest
-from sparsewire.sync.errors import ConfigError, DamagedError, SchemaMismatchError, StoreAccessError
+from sparsewire.sync.errors import ConfigError, DamagedError, StoreAccessError
 from sparsewire.sync.patch_file import read_patches
 from sparsewire.sync.types import Bits, Schema
 
@@ -325,13 +325,3 @@ class Mirror:
         for path in self.path.iterdir():
             if path.suffix == ".partial" or (path.suffix in (".bin", ".patch") and path.name not in kept):
                 path.unlink(missing_ok=True)
-
-
-def check_same_schema(held: Schema, wanted: Schema, *, difference: str) -> None:
-    """Refuse to go from one schema to another.
-
-    Raises:
-        SchemaMismatchError: with the difference.
-    """
-    if held.sha256 != wanted.sha256:
-        raise SchemaMismatchError(f"the run's tensors changed: {difference}; start a new run for a new model")

@@ -4,8 +4,8 @@ A weight read from a bfloat16 file lies exactly in the middle of the float32 val
 far smaller than half that interval, so for dozens of steps hardly any weight would leave it: the rollouts would not
 see the training, and then many weights would flip together. A weight anywhere else in the interval flips with a
 probability in proportion to the update, so that what rollouts see follows the master copy on average from the first
-step on. Measured on SmolLM2-135M at learning rate 3e-6: without it the mean reward was still 0.03 after 14 steps and
-0.6 % of elements changed a step, all of them tiny; with it see docs/results.
+step on. Measured on SmolLM2-135M at learning rate 3e-6: without it the mean reward was still at most 0.06 after 24
+steps; with it 0.25 to 0.28 at steps 11 and 12, 0.27 to 0.48 at 16 to 19.
 
 Pure. The rounded value never changes, so version 0 has the bits of the stored checkpoint, and forward passes in
 bfloat16 are the same. Low bits are a fixed function of (seed, name, flat index), whatever the number of ranks.
