@@ -6,6 +6,7 @@ bits, so applying it is idempotent; `undo` holds the bits it replaces, so it can
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,50 @@ class TensorPatch:
     def num_changed(self) -> int:
         """Elements written by this patch."""
         return len(self.values)
+
+
+class LastChange:
+    """What the change before the one at hand replaced: the data that predicted chunks are coded against.
+
+    It is the same whoever asks and however the change travelled: the positions whose bits differ between the version
+    that the base was made from and the base, with their bits at that older version. Holds the patches as they are given,
+    which may be views of a file.
+    """
+
+    def __init__(self, patches: Iterable[TensorPatch]) -> None:
+        self._by_tensor: dict[int, list[TensorPatch]] = {}
+        for patch in patches:
+            self._by_tensor.setdefault(patch.tensor, []).append(patch)
+        for found in self._by_tensor.values():
+            found.sort(key=lambda patch: patch.start)
+
+    def within(self, tensor: int, start: int, count: int) -> tuple[Indices, Bits] | None:
+        """Return what changed in a range: ascending positions relative to `start`, and the bits before; None if nothing did.
+
+        Raises:
+            ValueError: a patch has no undo bits, as those of anchors.
+        """
+        positions: list[Indices] = []
+        before: list[Bits] = []
+        for patch in self._by_tensor.get(tensor, ()):
+            if patch.start >= start + count or patch.start + patch.count <= start:
+                continue
+            if patch.undo is None:
+                raise ValueError(f"tensor {tensor}: a patch without undo bits tells nothing about the change before")
+            if patch.indices is None:
+                begin = max(start - patch.start, 0)
+                end = min(start + count - patch.start, patch.count)
+                old = patch.undo[begin:end]
+                changed = changed_positions(old, patch.values[begin:end])
+                positions.append(changed + (patch.start + begin - start))
+                before.append(old[changed])
+            else:
+                begin, end = np.searchsorted(patch.indices, (start, start + count)).tolist()
+                positions.append(patch.indices[begin:end] - start)
+                before.append(patch.undo[begin:end])
+        if not any(map(len, positions)):
+            return None
+        return np.concatenate(positions), np.concatenate(before)
 
 
 def apply_patch(bits: Bits, patch: TensorPatch) -> None:
