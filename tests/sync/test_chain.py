@@ -24,12 +24,13 @@ def link_sets(draw: st.DrawFn) -> list[Link]:
             base_version=base,
             version=version,
             num_bytes=draw(st.integers(0, 9)),
+            predicted=bool(base) and draw(st.booleans()),
         )
         for base, version in chosen
     ]
 
 
-def all_paths(held: int | None, wanted: int, links: list[Link]) -> list[tuple[Link, ...]]:
+def all_paths(held: int | None, wanted: int, links: list[Link], *, knows_change: bool) -> list[tuple[Link, ...]]:
     """Every path by brute force, walking back from what is wanted."""
     found: list[tuple[Link, ...]] = [()] if held == wanted else []
     for link in links:
@@ -37,8 +38,11 @@ def all_paths(held: int | None, wanted: int, links: list[Link]) -> list[tuple[Li
             continue
         if link.base_version is None:
             found.append((link,))
-        else:
-            found += [(*path, link) for path in all_paths(held, link.base_version, links)]
+            continue
+        for path in all_paths(held, link.base_version, links, knows_change=knows_change):
+            knows = path[-1].base_version == link.base_version - 1 if path else knows_change
+            if knows or not link.predicted:
+                found.append((*path, link))
     return found
 
 
@@ -46,18 +50,20 @@ def cost(path: tuple[Link, ...]) -> tuple[int, int]:
     return sum(link.num_bytes for link in path), len(path)
 
 
-def best(held: int | None, wanted: int, links: list[Link]) -> tuple[int, int] | None:
-    return min((cost(path) for path in all_paths(held, wanted, links)), default=None)
+def best(held: int | None, wanted: int, links: list[Link], *, knows_change: bool = False) -> tuple[int, int] | None:
+    return min(map(cost, all_paths(held, wanted, links, knows_change=knows_change)), default=None)
 
 
-@given(link_sets(), st.none() | st.integers(0, TOP), st.integers(0, TOP))
-def test_plan_is_the_cheapest_of_all_paths(links: list[Link], held: int | None, wanted: int) -> None:
-    expected = best(held, wanted, links)
+@given(link_sets(), st.none() | st.integers(0, TOP), st.integers(0, TOP), st.booleans())
+def test_plan_is_the_cheapest_of_all_paths(
+    links: list[Link], held: int | None, wanted: int, knows_change: bool
+) -> None:
+    expected = best(held, wanted, links, knows_change=knows_change)
     if expected is None:
         with pytest.raises(VersionUnavailableError, match=f"version {wanted}"):
-            plan(held=held, wanted=wanted, links=links)
+            plan(held=held, wanted=wanted, links=links, knows_change=knows_change)
         return
-    path = plan(held=held, wanted=wanted, links=links)
+    path = plan(held=held, wanted=wanted, links=links, knows_change=knows_change)
     assert (0, 0) if held == wanted else cost(path) == expected
     at = held
     for link in path:
@@ -104,6 +110,28 @@ def test_equal_bytes_prefer_fewer_links() -> None:
     assert [str(link) for link in plan(held=0, wanted=3, links=links)] == ["delta 0->3"]
 
 
+def predicted(first: int, last: int) -> list[Link]:
+    return [Link.delta(base, base + 1, num_bytes=1, predicted=True) for base in range(first, last)]
+
+
+def test_predicted_delta_is_only_taken_with_the_change_before_it() -> None:
+    links = [Link.anchor(0, num_bytes=100), *chain(0, 1), *predicted(1, 4)]
+    assert len(plan(held=2, wanted=4, links=links, knows_change=True)) == 2
+    assert str(plan(held=2, wanted=4, links=links)[0]) == "anchor 0"
+    assert len(plan(held=None, wanted=4, links=links)) == 5
+    with pytest.raises(VersionUnavailableError, match="not the change that made it"):
+        plan(held=2, wanted=4, links=links[1:])
+
+
+def test_squashed_delta_does_not_tell_the_change_that_a_predicted_one_needs() -> None:
+    links = [*chain(0, 2, num_bytes=10), Link.delta(0, 2, num_bytes=1), *predicted(2, 3)]
+    assert [str(link) for link in plan(held=0, wanted=3, links=links)] == ["delta 0->1", "delta 1->2", "delta 2->3"]
+
+
+def test_anchor_from_which_only_a_predicted_delta_leads_on_is_due_again() -> None:
+    assert anchor_due([Link.anchor(3, num_bytes=100), *predicted(3, 4)], 0.5)
+
+
 def test_current_worker_needs_nothing_even_when_nothing_is_left() -> None:
     assert plan(held=7, wanted=7, links=[]) == ()
 
@@ -138,7 +166,8 @@ def test_retention_leaves_everything_needed_as_reachable_and_as_cheap(
     for version in range(max(0, head - window + 1), head + 1):
         assert best(None, version, left) == best(None, version, links)
     for reader in readers:
-        assert best(reader, head, left) == best(reader, head, links)
+        for knows in (True, False):
+            assert best(reader, head, left, knows_change=knows) == best(reader, head, links, knows_change=knows)
     settled = [link for link in links if link.version <= head]
     anchors = [link for link in settled if link.kind is LinkKind.ANCHOR]
     if anchors:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,9 @@ def test_a_mirror_goes_on_where_it_stopped(
         assert subscriber.version == 0
         assert subscriber.sync() == 1
         assert_same_bits(subscriber.tensors(), view)
-    assert {path.suffix for path in mirror.iterdir()} == {"", ".bin"}, "no patch or partial file is left"
+    assert sorted(path.suffix for path in mirror.iterdir()) == ["", "", "", ".bin", ".patch"], (
+        "only the last patch is left"
+    )
 
 
 def test_a_mirror_is_owned_by_one_process_and_one_run(directory_url: str, tmp_path: Path, make_view: MakeView) -> None:
@@ -251,7 +255,7 @@ def test_staged_updates_fold_versions_and_survive_retries(
         with pytest.raises(ValueError, match="cannot release"):
             subscriber.release(2)
         subscriber.release(3)
-        assert not list((tmp_path / "m").glob("*.patch"))
+        assert len(list((tmp_path / "m").glob("*.patch"))) == 1, "only that of the last version, for the next"
         subscriber.require_full()
         update = subscriber.staged()
         assert update is not None
@@ -279,3 +283,27 @@ def test_a_staged_patch_file_that_is_damaged_is_refused(
         path.write_bytes(data)
         with pytest.raises(DamagedError, match="hash"):
             list(update.patches())
+
+
+def test_a_temporary_mirror_of_a_killed_process_is_removed_by_the_next(
+    directory_url: str, tmp_path: Path, make_view: MakeView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with Publisher.open(directory_url, run="r1") as publisher:
+        publisher.publish(make_view(0))
+    dead = temporary / "sparsewire-mirror-dead"
+    dead.mkdir()
+    (dead / "weights-1.bin").write_bytes(b"0" * 100)
+    (dead / "lock").touch()
+    with Subscriber.open(directory_url, run="r1") as first:
+        assert dead.exists(), "it might be about to be locked"
+        first.sync()
+        for path in temporary.iterdir():
+            os.utime(path / "lock", (0, 0))
+        with Subscriber.open(directory_url, run="r1") as second:
+            second.sync()
+            assert not dead.exists()
+            assert first.damaged_tensors() == []
+    assert list(temporary.iterdir()) == []

@@ -309,17 +309,19 @@ def inspect_store(
     from sparsewire.deploy.inspection_tables import print_run, print_version
 
     if version is None:
-        summaries = describe_run(url, run=run_id)
+        listing = describe_run(url, run=run_id)
         if as_json:
-            print(json.dumps([asdict(summary) for summary in summaries], indent=2))
+            print(json.dumps([asdict(summary) for summary in listing.summaries], indent=2))
         else:
-            print_run(summaries, console)
+            print_run(listing.summaries, console)
+        for problem in listing.damaged:
+            logging.getLogger(__name__).error("cannot be read: %s", problem)
+        return 1 if listing.damaged else 0
+    detail = describe_version(url, run=run_id, version=version, quick=quick)
+    if as_json:
+        print(json.dumps(asdict(detail), indent=2))
     else:
-        detail = describe_version(url, run=run_id, version=version, quick=quick)
-        if as_json:
-            print(json.dumps(asdict(detail), indent=2))
-        else:
-            print_version(detail, console)
+        print_version(detail, console)
     return 0
 
 

@@ -9,7 +9,7 @@ is written to the store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,15 @@ import numpy as np
 from sparsewire.sync import Subscriber
 from sparsewire.sync.chain import Link, LinkKind
 from sparsewire.sync.codec import DecodedChunk, Mode, Segment, decode_chunk, parse_chunk
-from sparsewire.sync.errors import NotFoundError, VersionUnavailableError
+from sparsewire.sync.delta import LastChange
+from sparsewire.sync.digest import ZERO, TensorDigest
+from sparsewire.sync.errors import (
+    DamagedError,
+    LastChangeMissingError,
+    NotFoundError,
+    UnsupportedFormatError,
+    VersionUnavailableError,
+)
 from sparsewire.sync.history import History
 from sparsewire.sync.manifest import Manifest
 from sparsewire.sync.store import open_store
@@ -34,6 +42,8 @@ class VersionSummary:
     version: int
     kind: str
     """`anchor`, `delta`, or `squashed` for a delta over several versions."""
+    predicted: bool
+    """A delta coded against the one before it."""
     base_version: int | None
     num_bytes: int
     """Packs and manifest: what fetching it costs."""
@@ -48,6 +58,15 @@ class VersionSummary:
     digest: str
     """Of the whole version, hexadecimal."""
     build: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunListing:
+    """All that a store holds of a run."""
+
+    summaries: tuple[VersionSummary, ...]
+    damaged: tuple[str, ...]
+    """What cannot be read, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +99,7 @@ class TensorSummary:
     """None where the base was not rebuilt."""
     density: float | None
     digest: str | None
-    """New digest where it differs from the base's."""
+    """At this version; None for a delta whose base was not rebuilt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,24 +120,28 @@ def _history(url: str, run: str) -> Iterator[History]:
         store.close()
 
 
-def describe_run(url: str, *, run: str) -> list[VersionSummary]:
-    """Return every stored way to a version, by version and kind.
+def describe_run(url: str, *, run: str) -> RunListing:
+    """Return every stored way to a version, by version and kind, and what is damaged among them.
 
     Raises:
         VersionUnavailableError: the store holds no version of this run.
-        ConfigError, StoreError, DamagedError.
+        ConfigError, StoreError.
     """
+    damaged: list[str] = []
+    manifests: list[tuple[Manifest, Link]] = []
     with _history(url, run) as history:
         links = history.links()
         if not links:
             raise VersionUnavailableError(f"{history.store.url} holds no version of run {run!r}; check URL and run id")
-        manifests = [history.manifest(link) for link in links]
-        schemas = {sha: _schema(history, sha) for sha in {manifest.schema_sha256 for manifest in manifests}}
-    summaries = [
-        _summary(manifest, link, schemas[manifest.schema_sha256])
-        for manifest, link in zip(manifests, links, strict=True)
-    ]
-    return sorted(summaries, key=lambda summary: (summary.version, summary.kind != "delta", summary.base_version or 0))
+        for link in links:
+            try:
+                manifests.append((history.manifest(link), link))
+            except (DamagedError, NotFoundError, UnsupportedFormatError) as error:
+                damaged.append(f"{link}: {error}")
+        schemas = {sha: _schema(history, sha) for sha in {manifest.schema_sha256 for manifest, _ in manifests}}
+    summaries = [_summary(manifest, link, schemas[manifest.schema_sha256]) for manifest, link in manifests]
+    summaries.sort(key=lambda summary: (summary.version, summary.kind != "delta", summary.base_version or 0))
+    return RunListing(summaries=tuple(summaries), damaged=tuple(damaged))
 
 
 def describe_version(url: str, *, run: str, version: int, quick: bool = False) -> VersionDetail:
@@ -144,6 +167,7 @@ def describe_version(url: str, *, run: str, version: int, quick: bool = False) -
         schema = Schema.from_bytes(history.schema(manifest.schema_sha256))
         base = None if quick else _rebuild_base(stack, url, manifest)
         counts = [0] * len(schema)
+        digests = dict(enumerate(manifest.digests if base is None else base.digests))
         chunks: list[ChunkSummary] = []
         for ref in manifest.chunks:
             key = manifest.packs[ref.pack].key
@@ -167,12 +191,15 @@ def describe_version(url: str, *, run: str, version: int, quick: bool = False) -
                 for segment in parsed.segments:
                     counts[segment.tensor] += segment.count
             elif base is not None:
-                _count_changes(decode_chunk(payload, schema=schema, base=base.bits), counts)
+                decoded = decode_chunk(payload, schema=schema, base=base.bits, last=base.last_change)
+                _count_changes(decoded, counts)
+                for number, change in decoded.digest_changes.items():
+                    digests[number] = digests.get(number, ZERO) + change
     known = base is not None or manifest.kind is LinkKind.ANCHOR or not manifest.chunks
     tensors = []
     for number, spec in enumerate(schema):
         count = counts[number] if known else None
-        digest = manifest.digests.get(number)
+        digest = digests.get(number)
         tensors.append(
             TensorSummary(
                 name=spec.name,
@@ -191,8 +218,10 @@ def describe_version(url: str, *, run: str, version: int, quick: bool = False) -
 class _Base:
     """The weights that a version was made from."""
 
-    def __init__(self, subscriber: Subscriber) -> None:
+    def __init__(self, subscriber: Subscriber, *, last_change: LastChange | None) -> None:
         self._arrays = list(subscriber.tensors().values())
+        self.digests: Sequence[TensorDigest] = tuple(subscriber.digests().values())
+        self.last_change = last_change
 
     def bits(self, segment: Segment) -> Bits:
         return bits_of(self._arrays[segment.tensor])[segment.start : segment.stop]
@@ -205,10 +234,11 @@ def _rebuild_base(stack: ExitStack, url: str, manifest: Manifest) -> _Base | Non
     subscriber = stack.enter_context(Subscriber.open(url, run=manifest.run))
     try:
         subscriber.sync(manifest.base_version)
-    except VersionUnavailableError as error:
+        last_change = subscriber.last_change() if manifest.predicted else None
+    except (VersionUnavailableError, LastChangeMissingError) as error:
         logger.warning("changes are not counted by tensor: %s", error)
         return None
-    return _Base(subscriber)
+    return _Base(subscriber, last_change=last_change)
 
 
 def _count_changes(chunk: DecodedChunk, counts: list[int]) -> None:
@@ -230,6 +260,7 @@ def _summary(manifest: Manifest, link: Link, schema: Schema | None) -> VersionSu
     return VersionSummary(
         version=manifest.version,
         kind="squashed" if is_squashed else str(manifest.kind),
+        predicted=manifest.predicted,
         base_version=manifest.base_version,
         num_bytes=link.num_bytes,
         full_bytes=None if schema is None else schema.num_bytes,

@@ -32,7 +32,7 @@ def print_run(summaries: Sequence[VersionSummary], console: Console) -> None:
     for summary in summaries:
         row = [
             str(summary.version),
-            summary.kind,
+            f"{summary.kind}, predicted" if summary.predicted else summary.kind,
             "-" if summary.base_version is None else str(summary.base_version),
             format_bytes(summary.num_bytes),
             f"{summary.num_changed:,}",
@@ -51,10 +51,9 @@ def print_run(summaries: Sequence[VersionSummary], console: Console) -> None:
 def print_version(detail: VersionDetail, console: Console) -> None:
     """Print one version: what it is, its chunks, and what it changed in each tensor."""
     summary = detail.summary
+    kind = f"predicted {summary.kind}" if summary.predicted else summary.kind
     base = "" if summary.base_version is None else f" from {summary.base_version}"
-    console.print(
-        f"[bold]version {summary.version}[/bold]: {summary.kind}{base}, step {summary.step}, epoch {summary.epoch}"
-    )
+    console.print(f"[bold]version {summary.version}[/bold]: {kind}{base}, step {summary.step}, epoch {summary.epoch}")
     console.print(
         f"{format_bytes(summary.num_bytes)} for {summary.num_changed:,} of {summary.num_elements:,} elements "
         f"({summary.density:.3%}), {summary.num_bytes / max(1, summary.num_changed):.2f} bytes a change",

@@ -119,8 +119,8 @@ class Manifest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PACKS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
-    DIGEST_TENSORS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     NUM_CHANGED_FIELD_NUMBER: _builtins.int
     STEPPED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
@@ -146,7 +146,11 @@ class Manifest(_message.Message):
     step: _builtins.int
     """Optimizer step of the learner whose weights these are."""
     digests: _builtins.bytes
-    """16 bytes for each number in digest_tensors: the tensor's digest in this version."""
+    """Of an anchor: 16 bytes for each tensor in schema order, its digest. Empty in a delta, whose chunks state what they
+    add; version_digest covers the result.
+    """
+    predicted: _builtins.bool
+    """A delta of which some chunks are coded against the change from base_version - 1 to base_version."""
     num_elements: _builtins.int
     """Elements of the whole view."""
     num_changed: _builtins.int
@@ -161,10 +165,6 @@ class Manifest(_message.Message):
     def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pack]: ...
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]: ...
-    @_builtins.property
-    def digest_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Numbers of the tensors whose digest differs from the base's (all tensors for an anchor), ascending."""
-
     def __init__(
         self,
         *,
@@ -180,8 +180,8 @@ class Manifest(_message.Message):
         step: _builtins.int = ...,
         packs: _abc.Iterable[Global___Pack] | None = ...,
         chunks: _abc.Iterable[Global___Chunk] | None = ...,
-        digest_tensors: _abc.Iterable[_builtins.int] | None = ...,
         digests: _builtins.bytes = ...,
+        predicted: _builtins.bool = ...,
         num_elements: _builtins.int = ...,
         num_changed: _builtins.int = ...,
         stepped_unix_seconds: _builtins.float = ...,
@@ -190,7 +190,7 @@ class Manifest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_version", b"base_version", "build", b"build", "chunks", b"chunks", "created_unix_seconds", b"created_unix_seconds", "digest_tensors", b"digest_tensors", "digests", b"digests", "epoch", b"epoch", "format", b"format", "kind", b"kind", "num_changed", b"num_changed", "num_elements", b"num_elements", "packs", b"packs", "run", b"run", "schema_sha256", b"schema_sha256", "step", b"step", "stepped_unix_seconds", b"stepped_unix_seconds", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_version", b"base_version", "build", b"build", "chunks", b"chunks", "created_unix_seconds", b"created_unix_seconds", "digests", b"digests", "epoch", b"epoch", "format", b"format", "kind", b"kind", "num_changed", b"num_changed", "num_elements", b"num_elements", "packs", b"packs", "predicted", b"predicted", "run", b"run", "schema_sha256", b"schema_sha256", "step", b"step", "stepped_unix_seconds", b"stepped_unix_seconds", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

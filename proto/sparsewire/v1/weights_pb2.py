@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from sparsewire.v1 import manifest_pb2 as sparsewire_dot_v1_dot_manifest__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsparsewire/v1/weights.proto\x12\rsparsewire.v1\x1a\x1csparsewire/v1/manifest.proto\"k\n\x04Link\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.sparsewire.v1.ManifestKind\x12\x14\n\x0c\x62\x61se_version\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"M\n\x10ListLinksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1a\n\rafter_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x10\n\x0e_after_version\"7\n\x11ListLinksResponse\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.sparsewire.v1.Link\"G\n\x0cWatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x19\n\x0cheld_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_held_version\";\n\rWatchResponse\x12\x19\n\x0chead_version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_head_version\"s\n\x12GetManifestRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.sparsewire.v1.ManifestKind\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\"%\n\x13GetManifestResponse\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"6\n\x10GetSchemaRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\rschema_sha256\x18\x02 \x01(\x0c\"#\n\x11GetSchemaResponse\x12\x0e\n\x06schema\x18\x01 \x01(\x0c\"P\n\x0fReadPackRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08pack_key\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\" \n\x10ReadPackResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\x9a\x03\n\rWeightService\x12N\n\tListLinks\x12\x1f.sparsewire.v1.ListLinksRequest\x1a .sparsewire.v1.ListLinksResponse\x12\x44\n\x05Watch\x12\x1b.sparsewire.v1.WatchRequest\x1a\x1c.sparsewire.v1.WatchResponse0\x01\x12T\n\x0bGetManifest\x12!.sparsewire.v1.GetManifestRequest\x1a\".sparsewire.v1.GetManifestResponse\x12N\n\tGetSchema\x12\x1f.sparsewire.v1.GetSchemaRequest\x1a .sparsewire.v1.GetSchemaResponse\x12M\n\x08ReadPack\x12\x1e.sparsewire.v1.ReadPackRequest\x1a\x1f.sparsewire.v1.ReadPackResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsparsewire/v1/weights.proto\x12\rsparsewire.v1\x1a\x1csparsewire/v1/manifest.proto\"~\n\x04Link\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.sparsewire.v1.ManifestKind\x12\x14\n\x0c\x62\x61se_version\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x11\n\tpredicted\x18\x05 \x01(\x08\"M\n\x10ListLinksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1a\n\rafter_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x10\n\x0e_after_version\"7\n\x11ListLinksResponse\x12\"\n\x05links\x18\x01 \x03(\x0b\x32\x13.sparsewire.v1.Link\"G\n\x0cWatchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x19\n\x0cheld_version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_held_version\";\n\rWatchResponse\x12\x19\n\x0chead_version\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_head_version\"s\n\x12GetManifestRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.sparsewire.v1.ManifestKind\x12\x14\n\x0c\x62\x61se_version\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\"%\n\x13GetManifestResponse\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"6\n\x10GetSchemaRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x15\n\rschema_sha256\x18\x02 \x01(\x0c\"#\n\x11GetSchemaResponse\x12\x0e\n\x06schema\x18\x01 \x01(\x0c\"P\n\x0fReadPackRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08pack_key\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\" \n\x10ReadPackResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\x9a\x03\n\rWeightService\x12N\n\tListLinks\x12\x1f.sparsewire.v1.ListLinksRequest\x1a .sparsewire.v1.ListLinksResponse\x12\x44\n\x05Watch\x12\x1b.sparsewire.v1.WatchRequest\x1a\x1c.sparsewire.v1.WatchResponse0\x01\x12T\n\x0bGetManifest\x12!.sparsewire.v1.GetManifestRequest\x1a\".sparsewire.v1.GetManifestResponse\x12N\n\tGetSchema\x12\x1f.sparsewire.v1.GetSchemaRequest\x1a .sparsewire.v1.GetSchemaResponse\x12M\n\x08ReadPack\x12\x1e.sparsewire.v1.ReadPackRequest\x1a\x1f.sparsewire.v1.ReadPackResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,27 +33,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sparsewire.v1.weights_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LINK']._serialized_start=76
-  _globals['_LINK']._serialized_end=183
-  _globals['_LISTLINKSREQUEST']._serialized_start=185
-  _globals['_LISTLINKSREQUEST']._serialized_end=262
-  _globals['_LISTLINKSRESPONSE']._serialized_start=264
-  _globals['_LISTLINKSRESPONSE']._serialized_end=319
-  _globals['_WATCHREQUEST']._serialized_start=321
-  _globals['_WATCHREQUEST']._serialized_end=392
-  _globals['_WATCHRESPONSE']._serialized_start=394
-  _globals['_WATCHRESPONSE']._serialized_end=453
-  _globals['_GETMANIFESTREQUEST']._serialized_start=455
-  _globals['_GETMANIFESTREQUEST']._serialized_end=570
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=572
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=609
-  _globals['_GETSCHEMAREQUEST']._serialized_start=611
-  _globals['_GETSCHEMAREQUEST']._serialized_end=665
-  _globals['_GETSCHEMARESPONSE']._serialized_start=667
-  _globals['_GETSCHEMARESPONSE']._serialized_end=702
-  _globals['_READPACKREQUEST']._serialized_start=704
-  _globals['_READPACKREQUEST']._serialized_end=784
-  _globals['_READPACKRESPONSE']._serialized_start=786
-  _globals['_READPACKRESPONSE']._serialized_end=818
-  _globals['_WEIGHTSERVICE']._serialized_start=821
-  _globals['_WEIGHTSERVICE']._serialized_end=1231
+  _globals['_LINK']._serialized_end=202
+  _globals['_LISTLINKSREQUEST']._serialized_start=204
+  _globals['_LISTLINKSREQUEST']._serialized_end=281
+  _globals['_LISTLINKSRESPONSE']._serialized_start=283
+  _globals['_LISTLINKSRESPONSE']._serialized_end=338
+  _globals['_WATCHREQUEST']._serialized_start=340
+  _globals['_WATCHREQUEST']._serialized_end=411
+  _globals['_WATCHRESPONSE']._serialized_start=413
+  _globals['_WATCHRESPONSE']._serialized_end=472
+  _globals['_GETMANIFESTREQUEST']._serialized_start=474
+  _globals['_GETMANIFESTREQUEST']._serialized_end=589
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=591
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=628
+  _globals['_GETSCHEMAREQUEST']._serialized_start=630
+  _globals['_GETSCHEMAREQUEST']._serialized_end=684
+  _globals['_GETSCHEMARESPONSE']._serialized_start=686
+  _globals['_GETSCHEMARESPONSE']._serialized_end=721
+  _globals['_READPACKREQUEST']._serialized_start=723
+  _globals['_READPACKREQUEST']._serialized_end=803
+  _globals['_READPACKRESPONSE']._serialized_start=805
+  _globals['_READPACKRESPONSE']._serialized_end=837
+  _globals['_WEIGHTSERVICE']._serialized_start=840
+  _globals['_WEIGHTSERVICE']._serialized_end=1250
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,7 @@ class Link(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
     kind: _manifest_pb2.ManifestKind.ValueType
     base_version: _builtins.int
     """Version that a delta applies to; 0 for an anchor."""
@@ -36,6 +37,8 @@ class Link(_message.Message):
     """Version that results."""
     num_bytes: _builtins.int
     """Bytes of the manifest and its packs, what taking this link costs on the wire."""
+    predicted: _builtins.bool
+    """Only for who has taken the delta from base_version - 1 to base_version: it is coded against that change."""
     def __init__(
         self,
         *,
@@ -43,10 +46,11 @@ class Link(_message.Message):
         base_version: _builtins.int = ...,
         version: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        predicted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "kind", b"kind", "num_bytes", b"num_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "kind", b"kind", "num_bytes", b"num_bytes", "predicted", b"predicted", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,15 +6,17 @@ the store exactly as a late worker would.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 
-from sparsewire.sync.delta import apply_patch
+from sparsewire.sync.delta import LastChange, apply_patch
 from sparsewire.sync.digest import ZERO, TensorDigest
 from sparsewire.sync.errors import SchemaMismatchError
 from sparsewire.sync.manifest import Manifest
+from sparsewire.sync.merge import merge_digests
 from sparsewire.sync.pack import Part
 from sparsewire.sync.subscriber import Subscriber
 from sparsewire.sync.types import Schema, describe_difference
@@ -34,6 +36,9 @@ class Baseline:
         """The committed version held; None for a run without versions."""
         self.digests: tuple[TensorDigest, ...] = ()
         """One a tensor, in schema order."""
+        self.last_change: LastChange | None = None
+        """What the delta to `head` replaced in this rank's shards, about 6 bytes a changed bf16 element; None if that is
+        not known, or the next delta has to do without because readers may arrive at `head` by an anchor."""
 
     def catch_up(self, head: Manifest | None) -> None:
         """Rebuild the weights of `head` from the store; which shards of them are this rank's is learned at `shards_of`.
@@ -44,7 +49,7 @@ class Baseline:
             SparsewireError: what `Subscriber.sync` raises; nothing is held then.
         """
         self.close()
-        self.head, self._local, self.digests = None, None, ()
+        self.head, self._local, self.digests, self.last_change = None, None, (), None
         if head is None:
             return
         with ExitStack() as stack:
@@ -94,9 +99,11 @@ class Baseline:
                 f"run {self._run} at {self._url} is of another model: {difference}; use another run id"
             )
 
-    def move(self, view: LocalView, part: Part, manifest: Manifest) -> None:
-        """Take over a committed version: what this rank published of `view` as `part`."""
+    def move(self, view: LocalView, part: Part, parts: Sequence[Part], manifest: Manifest) -> None:
+        """Take over a committed version: what this rank published of `view` as `part`, and all ranks as `parts`."""
         self.close()
+        # Before the patches are applied: those of dense segments hold views of what they replace.
+        self.last_change = None if self.head is None else LastChange.of(part.patches)
         if self.head is None:
             self._local = LocalView(view.schema, view.starts, tuple(np.array(bits) for bits in view.bits))
             self.digests = (ZERO,) * len(view.schema)
@@ -104,7 +111,7 @@ class Baseline:
             start = self.local.starts[patch.tensor]
             indices = None if patch.indices is None else patch.indices - start
             apply_patch(self.local.bits[patch.tensor], replace(patch, start=patch.start - start, indices=indices))
-        self.digests = tuple(manifest.digests.get(tensor, digest) for tensor, digest in enumerate(self.digests))
+        self.digests = merge_digests(parts, base=self.digests)
         self.head = manifest
 
     def close(self) -> None:

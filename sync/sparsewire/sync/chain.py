@@ -1,14 +1,15 @@
 """Which stored deltas and anchors lead from what is held to what is wanted, and which of them may be deleted.
 
-Pure. A link is one manifest seen from afar: an anchor makes its version from nothing, a delta from its base. Deltas
-only go forward, so plans do too: a plan ends at the wanted version and passes through none above it. The subscriber
-asks `plan`, the publisher asks `anchor_due` before it writes and `retained` before it deletes.
+Pure. A link is one manifest seen from afar: an anchor makes its version from nothing, a delta from its base. A predicted
+delta also needs the change that made its base, so it can only be taken by who took the delta before it. Deltas only go
+forward, so plans do too: a plan ends at the wanted version and passes through none above it. The subscriber asks
+`plan`, the publisher asks `anchor_due` before it writes and `retained` before it deletes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sparsewire.sync.errors import VersionUnavailableError
@@ -33,6 +34,8 @@ class Link:
     version: int
     num_bytes: int
     """What following the link costs: bytes of all its packs."""
+    predicted: bool = False
+    """A delta coded against the change from `base_version - 1` to `base_version`."""
 
     def __post_init__(self) -> None:
         if self.version < 0 or self.num_bytes < 0:
@@ -41,6 +44,10 @@ class Link:
             raise ValueError(f"link: {self.kind} of version {self.version} has base {self.base_version}")
         if self.base_version is not None and not 0 <= self.base_version < self.version:
             raise ValueError(f"link: delta to version {self.version} must come from below, not {self.base_version}")
+        if self.predicted and not self.base_version:
+            raise ValueError(
+                f"link: {self.kind} of version {self.version} has no change before it to be predicted from"
+            )
 
     @staticmethod
     def anchor(version: int, *, num_bytes: int) -> Link:
@@ -48,9 +55,20 @@ class Link:
         return Link(kind=LinkKind.ANCHOR, base_version=None, version=version, num_bytes=num_bytes)
 
     @staticmethod
-    def delta(base_version: int, version: int, *, num_bytes: int) -> Link:
+    def delta(base_version: int, version: int, *, num_bytes: int, predicted: bool = False) -> Link:
         """Return the link of the change from `base_version` to `version`."""
-        return Link(kind=LinkKind.DELTA, base_version=base_version, version=version, num_bytes=num_bytes)
+        return Link(
+            kind=LinkKind.DELTA,
+            base_version=base_version,
+            version=version,
+            num_bytes=num_bytes,
+            predicted=predicted,
+        )
+
+    @property
+    def tells_change(self) -> bool:
+        """Whether who took it knows the last change of its version, and so can take a predicted delta next."""
+        return self.base_version == self.version - 1
 
     def __str__(self) -> str:
         return f"anchor {self.version}" if self.base_version is None else f"delta {self.base_version}->{self.version}"
@@ -84,25 +102,45 @@ def _order(link: Link) -> tuple[int, int, int]:
     return link.version, link.num_bytes, -1 if link.base_version is None else link.base_version
 
 
-def _cheapest(held: int | None, links: Iterable[Link]) -> dict[int, _Path]:
-    """Return the cheapest path to every version that can be reached; deltas only go forward, so one pass will do."""
-    paths = {} if held is None else {held: _NOTHING}
+def _cheaper(one: _Path | None, other: _Path | None) -> _Path | None:
+    """Return the path of fewer bytes, then links; None only without either."""
+    if one is None or other is None:
+        return one or other
+    return other if (other.num_bytes, other.num_links) < (one.num_bytes, one.num_links) else one
+
+
+def _cheapest(held: int | None, links: Iterable[Link], *, knows_change: bool) -> dict[int, _Path]:
+    """Return the cheapest path to every version that can be reached; deltas only go forward, so one pass will do.
+
+    A version is two places: with the change that made it known, from where predicted deltas lead on, and without.
+    """
+    paths: dict[tuple[int, bool], _Path] = {} if held is None else {(held, knows_change): _NOTHING}
     for link in sorted(links, key=_order):
-        before = _NOTHING if link.base_version is None else paths.get(link.base_version)
+        if link.base_version is None:
+            before: _Path | None = _NOTHING
+        else:
+            before = paths.get((link.base_version, True))
+            if not link.predicted:
+                before = _cheaper(before, paths.get((link.base_version, False)))
         if before is None:
             continue
-        path = before.extend(link)
-        known = paths.get(link.version)
-        if known is None or (path.num_bytes, path.num_links) < (known.num_bytes, known.num_links):
-            paths[link.version] = path
-    return paths
+        place = link.version, link.tells_change
+        cheaper = _cheaper(paths.get(place), before.extend(link))
+        assert cheaper is not None
+        paths[place] = cheaper
+    best: dict[int, _Path] = {}
+    for (version, _), path in paths.items():
+        cheaper = _cheaper(best.get(version), path)
+        assert cheaper is not None
+        best[version] = cheaper
+    return best
 
 
-def plan(*, held: int | None, wanted: int, links: Iterable[Link]) -> tuple[Link, ...]:
+def plan(*, held: int | None, wanted: int, links: Iterable[Link], knows_change: bool = False) -> tuple[Link, ...]:
     """Return the links that lead from `held` (None: nothing) to `wanted` for the fewest bytes, then fewest links.
 
     Empty when `wanted` is held already, whatever links exist. A plan may begin with an anchor on either side of
-    `held`; what was held is then of no use.
+    `held`; what was held is then of no use. `knows_change` says that the change from `held - 1` to `held` is at hand.
 
     Raises:
         VersionUnavailableError: no path exists; the message says whether the version never existed or what is gone.
@@ -110,7 +148,8 @@ def plan(*, held: int | None, wanted: int, links: Iterable[Link]) -> tuple[Link,
     if held == wanted:
         return ()
     known = tuple(links)
-    path = _cheapest(held, (link for link in known if link.version <= wanted)).get(wanted)
+    settled = [link for link in known if link.version <= wanted]
+    path = _cheapest(held, settled, knows_change=knows_change).get(wanted)
     if path is None:
         raise VersionUnavailableError(_why_unavailable(held, wanted, known))
     return path.links()
@@ -128,14 +167,20 @@ def _why_unavailable(held: int | None, wanted: int, links: Sequence[Link]) -> st
             return f"version {wanted} was never published: the newest is {newest}; wait for it or ask for an older one"
         reason = "was pruned" if wanted in bases or wanted < oldest else "was pruned or never published"
         return f"version {wanted} {reason}: versions {oldest}..{newest} remain; ask for one of those"
+    have = "no weights are held" if held is None else f"version {held} is held"
+    plain = [replace(link, predicted=False) for link in links if link.version <= wanted]
+    if wanted in _cheapest(held, plain, knows_change=False):
+        return (
+            f"version {wanted}: {have}, but not the change that made it, against which the next delta is coded, and "
+            "there is no anchor to start from: wait for the next one"
+        )
     needed, frontier = {wanted}, [wanted]
     while frontier:
         version = frontier.pop()
-        new = {link.base_version for link in links if link.version == version} - needed
-        frontier += (found := [base for base in new if base is not None])
-        needed.update(found)
+        bases_of = {link.base_version for link in links if link.version == version and link.base_version is not None}
+        frontier += bases_of - needed
+        needed |= bases_of
     missing = ", ".join(str(version) for version in sorted(needed - versions)[:8])
-    have = "no weights are held" if held is None else f"version {held} is held"
     return (
         f"version {wanted}: {have}, and the links to version {missing} that its deltas stand on were pruned, "
         "with no anchor to start from: wait for the next anchor, or seed from a checkpoint of that version"
@@ -158,7 +203,7 @@ def retained(*, links: Iterable[Link], head: int, window: int, readers: Collecti
     known = tuple(links)
     settled = [link for link in known if link.version <= head]
     kept = {link for link in known if link.version > head - window}
-    from_nothing = _cheapest(None, settled)
+    from_nothing = _cheapest(None, settled, knows_change=False)
     for version in range(max(0, head - window + 1), head + 1):
         if version in from_nothing:
             kept.update(from_nothing[version].links())
@@ -168,9 +213,10 @@ def retained(*, links: Iterable[Link], head: int, window: int, readers: Collecti
         kept.add(newest)
         kept.update(_deltas_to(head, newest.version, settled) or ())
     for reader in set(readers):
-        path = _cheapest(reader, settled).get(head)
-        if path is not None:
-            kept.update(path.links())
+        for knows_change in (True, False):
+            path = _cheapest(reader, settled, knows_change=knows_change).get(head)
+            if path is not None:
+                kept.update(path.links())
     return frozenset(kept)
 
 
@@ -196,5 +242,6 @@ def anchor_due(links: Iterable[Link], fraction: float) -> bool:
 
 def _deltas_to(head: int, start: int, links: Iterable[Link]) -> tuple[Link, ...] | None:
     """Return the cheapest path of deltas alone from `start` to `head`; None when there is none."""
-    path = _cheapest(start, (link for link in links if link.kind is LinkKind.DELTA)).get(head)
+    deltas = [link for link in links if link.kind is LinkKind.DELTA]
+    path = _cheapest(start, deltas, knows_change=False).get(head)
     return None if path is None else path.links()

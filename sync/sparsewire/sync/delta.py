@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sparsewire.sync.native import kernel
 from sparsewire.sync.types import Bits, Indices
@@ -44,48 +45,87 @@ class TensorPatch:
         return len(self.values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """What one patch replaced: 4 bytes and the old bits for each element; arrays may be views of a file."""
+
+    tensor: int
+    start: int
+    count: int
+    """Elements of the range that the patch spoke of."""
+    offsets: npt.NDArray[np.uint32] | None
+    """Ascending positions relative to `start`; None: all of the range, whether their bits changed or not."""
+    before: Bits
+    """The bits replaced, one for each position."""
+    after: Bits | None = None
+    """The new bits, where `offsets` is None."""
+
+    @staticmethod
+    def of(patch: TensorPatch) -> Replaced:
+        """Return what a patch replaced, copied.
+
+        Raises:
+            ValueError: the patch has no undo bits, as those of anchors, or more than 2^32 elements.
+        """
+        if patch.undo is None or patch.count > 1 << 32:
+            raise ValueError(f"tensor {patch.tensor}: a patch without undo bits, or of {patch.count} elements")
+        if patch.indices is None:
+            changed = changed_positions(patch.undo, patch.values)
+            before = patch.undo[changed]
+        else:
+            changed, before = patch.indices - patch.start, patch.undo.copy()
+        return Replaced(
+            tensor=patch.tensor,
+            start=patch.start,
+            count=patch.count,
+            offsets=changed.astype(np.uint32),
+            before=before,
+        )
+
+    def within(self, start: int, stop: int) -> tuple[Indices, Bits]:
+        """Return the changed positions in a range of the tensor, and their bits before."""
+        low, high = max(start - self.start, 0), min(stop - self.start, self.count)
+        if self.offsets is None:
+            assert self.after is not None
+            old = self.before[low:high]
+            changed = changed_positions(old, self.after[low:high])
+            return changed + (self.start + low), old[changed]
+        begin, end = np.searchsorted(self.offsets, (low, high)).tolist()
+        return self.offsets[begin:end].astype(np.int64) + self.start, self.before[begin:end]
+
+
 class LastChange:
     """What the change before the one at hand replaced: the data that predicted chunks are coded against.
 
-    It is the same whoever asks and however the change travelled: the positions whose bits differ between the version
-    that the base was made from and the base, with their bits at that older version. Holds the patches as they are given,
-    which may be views of a file.
+    It is the same for everyone, however the change travelled: the positions whose bits differ between the version that
+    the base was made from and the base, with their bits at that older version. May be asked from several threads.
     """
 
-    def __init__(self, patches: Iterable[TensorPatch]) -> None:
-        self._by_tensor: dict[int, list[TensorPatch]] = {}
-        for patch in patches:
-            self._by_tensor.setdefault(patch.tensor, []).append(patch)
-        for found in self._by_tensor.values():
-            found.sort(key=lambda patch: patch.start)
+    def __init__(self, replaced: Iterable[Replaced]) -> None:
+        self._by_tensor: dict[int, list[Replaced]] = {}
+        for part in replaced:
+            self._by_tensor.setdefault(part.tensor, []).append(part)
+        for parts in self._by_tensor.values():
+            parts.sort(key=lambda part: part.start)
+
+    @staticmethod
+    def of(patches: Iterable[TensorPatch]) -> LastChange:
+        """Return what `patches` replaced, which must have undo bits; copies 4 bytes and the bits for each element."""
+        return LastChange(map(Replaced.of, patches))
 
     def within(self, tensor: int, start: int, count: int) -> tuple[Indices, Bits] | None:
-        """Return what changed in a range: ascending positions relative to `start`, and the bits before; None if nothing did.
-
-        Raises:
-            ValueError: a patch has no undo bits, as those of anchors.
-        """
-        positions: list[Indices] = []
-        before: list[Bits] = []
-        for patch in self._by_tensor.get(tensor, ()):
-            if patch.start >= start + count or patch.start + patch.count <= start:
-                continue
-            if patch.undo is None:
-                raise ValueError(f"tensor {tensor}: a patch without undo bits tells nothing about the change before")
-            if patch.indices is None:
-                begin = max(start - patch.start, 0)
-                end = min(start + count - patch.start, patch.count)
-                old = patch.undo[begin:end]
-                changed = changed_positions(old, patch.values[begin:end])
-                positions.append(changed + (patch.start + begin - start))
-                before.append(old[changed])
-            else:
-                begin, end = np.searchsorted(patch.indices, (start, start + count)).tolist()
-                positions.append(patch.indices[begin:end] - start)
-                before.append(patch.undo[begin:end])
-        if not any(map(len, positions)):
+        """Return what changed in a range: ascending positions relative to `start`, and the bits before; None if nothing did."""
+        stop = start + count
+        parts = [
+            part.within(start, stop)
+            for part in self._by_tensor.get(tensor, ())
+            if part.start < stop and start < part.start + part.count
+        ]
+        if not any(len(positions) for positions, _ in parts):
             return None
-        return np.concatenate(positions), np.concatenate(before)
+        return np.concatenate([positions for positions, _ in parts]) - start, np.concatenate(
+            [before for _, before in parts]
+        )
 
 
 def apply_patch(bits: Bits, patch: TensorPatch) -> None:

@@ -68,6 +68,10 @@ class WrongBaseError(SparsewireError):
     """A delta was offered to weights that are not its base: catch up by the plan instead of forcing it."""
 
 
+class LastChangeMissingError(WrongBaseError):
+    """A predicted delta was offered to weights whose last change is not at hand: take another path, as from an anchor."""
+
+
 class DigestMismatchError(SparsewireError):
     """Weights do not have the digest that the manifest states: they must not be served; re-anchor."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -104,8 +104,8 @@ class Manifest:
     """Optimizer step whose weights these are."""
     packs: tuple[PackRef, ...]
     chunks: tuple[ChunkRef, ...]
-    digests: Mapping[int, TensorDigest]
-    """New digest of each tensor whose digest differs from the base's, by its number in the schema; of all for an anchor."""
+    digests: Sequence[TensorDigest]
+    """Of an anchor: of each tensor, in schema order. Empty in a delta, whose chunks state what they add to those of its base."""
     num_elements: int
     num_changed: int
     stepped_unix_seconds: float
@@ -113,6 +113,8 @@ class Manifest:
     created_unix_seconds: float
     """When the manifest was sealed."""
     build: str
+    predicted: bool = False
+    """A delta with chunks coded against the change before it."""
 
     @property
     def pack_bytes(self) -> int:
@@ -127,8 +129,13 @@ class Manifest:
     @property
     def link(self) -> Link:
         """The step that this manifest offers; its cost counts packs and the manifest itself."""
-        num_bytes = self.pack_bytes + len(self.seal())
-        return Link(kind=self.kind, base_version=self.base_version, version=self.version, num_bytes=num_bytes)
+        return Link(
+            kind=self.kind,
+            base_version=self.base_version,
+            version=self.version,
+            num_bytes=self.pack_bytes + len(self.seal()),
+            predicted=self.predicted,
+        )
 
     def seal(self) -> bytes:
         """Return the bytes to store: envelope and message. Equal manifests give equal bytes."""
@@ -148,8 +155,8 @@ class Manifest:
                 manifest_pb2.Chunk(pack=chunk.pack, offset=chunk.offset, length=chunk.num_bytes, sha256=chunk.sha256)
                 for chunk in self.chunks
             ],
-            digest_tensors=sorted(self.digests),
-            digests=b"".join(self.digests[number].to_bytes() for number in sorted(self.digests)),
+            digests=b"".join(digest.to_bytes() for digest in self.digests),
+            predicted=self.predicted,
             num_elements=self.num_elements,
             num_changed=self.num_changed,
             stepped_unix_seconds=self.stepped_unix_seconds,
@@ -205,13 +212,12 @@ def open_manifest(sealed: bytes, *, where: str) -> Manifest:
     except DecodeError as error:
         raise DamagedError(f"{where}: manifest does not parse: {error}") from error
     kind = kind_from_wire(message.kind, where=where)
-    numbers = list(message.digest_tensors)
     packs = tuple(PackRef(key=pack.key, num_bytes=pack.length) for pack in message.packs)
     chunks = tuple(
         ChunkRef(pack=chunk.pack, offset=chunk.offset, num_bytes=chunk.length, sha256=chunk.sha256)
         for chunk in message.chunks
     )
-    problem = _inconsistency(message, kind, numbers, packs, chunks)
+    problem = _inconsistency(message, kind, packs, chunks)
     if problem:
         raise DamagedError(f"{where}: {problem}")
     return Manifest(
@@ -226,22 +232,21 @@ def open_manifest(sealed: bytes, *, where: str) -> Manifest:
         step=message.step,
         packs=packs,
         chunks=chunks,
-        digests={
-            number: TensorDigest.from_bytes(message.digests[16 * place : 16 * place + 16])
-            for place, number in enumerate(numbers)
-        },
+        digests=tuple(
+            TensorDigest.from_bytes(message.digests[at : at + 16]) for at in range(0, len(message.digests), 16)
+        ),
         num_elements=message.num_elements,
         num_changed=message.num_changed,
         stepped_unix_seconds=message.stepped_unix_seconds,
         created_unix_seconds=message.created_unix_seconds,
         build=message.build,
+        predicted=message.predicted,
     )
 
 
 def _inconsistency(
     message: manifest_pb2.Manifest,
     kind: LinkKind,
-    numbers: list[int],
     packs: tuple[PackRef, ...],
     chunks: tuple[ChunkRef, ...],
 ) -> str:
@@ -257,12 +262,12 @@ def _inconsistency(
         or len(message.schema_sha256) != 32
     ):
         return "a digest has the wrong length"
-    if (
-        numbers != sorted(set(numbers))
-        or (numbers and numbers[-1] >= MAX_TENSORS)
-        or len(message.digests) != 16 * len(numbers)
-    ):
-        return "the list of tensor digests is not in order"
+    if len(message.digests) % 16 or len(message.digests) > 16 * MAX_TENSORS:
+        return f"its tensor digests have {len(message.digests)} bytes, not 16 each"
+    if kind is LinkKind.DELTA and message.digests:
+        return "a delta lists digests of tensors"
+    if message.predicted and (kind is LinkKind.ANCHOR or not 0 < message.base_version == message.version - 1):
+        return f"version {message.version} from {message.base_version} cannot be predicted from the change before"
     if message.num_changed > message.num_elements:
         return f"{message.num_changed} of {message.num_elements} elements changed"
     for pack in packs:

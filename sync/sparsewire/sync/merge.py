@@ -31,10 +31,7 @@ def merge_parts(
     now_unix_seconds: float,
 ) -> Manifest:
     """Return the manifest of `version`: a delta from `base`, whose tensors have `base_digests`, or an anchor if that is None."""
-    digests = [ZERO] * len(schema) if base is None else list(base_digests)
-    for part in parts:
-        for tensor, change in part.digest_changes.items():
-            digests[tensor] += change
+    digests = merge_digests(parts, base=(ZERO,) * len(schema) if base is None else base_digests)
     packs = [part.pack for part in parts if part.pack is not None]
     numbers = {pack.key: number for number, pack in enumerate(packs)}
     return Manifest(
@@ -54,12 +51,20 @@ def merge_parts(
             if part.pack is not None
             for chunk in part.chunks
         ),
-        digests={
-            tensor: digest for tensor, digest in enumerate(digests) if base is None or digest != base_digests[tensor]
-        },
+        digests=digests if base is None else (),
         num_elements=schema.num_elements,
         num_changed=sum(part.num_changed for part in parts),
         stepped_unix_seconds=stepped_unix_seconds,
         created_unix_seconds=now_unix_seconds,
         build=build_name(),
+        predicted=any(part.predicted for part in parts),
     )
+
+
+def merge_digests(parts: Sequence[Part], *, base: Sequence[TensorDigest]) -> tuple[TensorDigest, ...]:
+    """Return the digest of every tensor after what all ranks wrote, given those before."""
+    digests = list(base)
+    for part in parts:
+        for tensor, change in part.digest_changes.items():
+            digests[tensor] += change
+    return tuple(digests)

@@ -7,7 +7,7 @@ One process at a time owns a mirror directory (a lock says so). Files:
     weights-N.bin   all tensors back to back, each aligned to 64 bytes, little-endian bits
     state           version, digests and which weights file: replaced atomically
     pending         the state that an advance is about to reach, and the patch file that leads there
-    *.patch         decoded deltas (patch_file.py)
+    *.patch         decoded deltas (patch_file.py); that of the last advance stays, since the next may be coded against it
 
 Advance: patch file complete, `pending` written, patch scattered into the map, `pending` renamed to `state`. Killed
 before `pending`: nothing happened. Killed after: the next open scatters again (bits are absolute) and finishes.
@@ -25,6 +25,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,15 +37,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparsewire.sync.delta import apply_patch
+from sparsewire.sync.delta import LastChange, apply_patch
 from sparsewire.sync.digest import TensorDigest, digest_bits, version_digest
-from sparsewire.sync.errors import ConfigError, DamagedError, StoreAccessError
-from sparsewire.sync.patch_file import read_patches
+from sparsewire.sync.errors import ConfigError, DamagedError, LastChangeMissingError, StoreAccessError
+from sparsewire.sync.parallel import default_num_threads, in_order
+from sparsewire.sync.patch_file import read_last_change, read_patches
 from sparsewire.sync.types import Bits, Schema
 
 logger = logging.getLogger(__name__)
 
 _ALIGN_BYTES = 64
+_TEMPORARY = "sparsewire-mirror-"
+_ABANDONED_SECONDS = 60.0
+"""Age from which a temporary mirror that nobody locks is that of a dead process, not one that is just being made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,9 @@ class MirrorState:
     digests: tuple[TensorDigest, ...]
     """One a tensor, in schema order."""
     patch: str = ""
-    """In `pending`: name of the patch file that leads to this state."""
+    """Name of the patch file that led to this state, or in `pending` leads there; empty when it came whole."""
+    patch_base_version: int = 0
+    """The version that the patch file leads from."""
 
     def to_bytes(self) -> bytes:
         fields = {
@@ -71,6 +78,7 @@ class MirrorState:
             "weights": self.weights,
             "digests": b"".join(digest.to_bytes() for digest in self.digests).hex(),
             "patch": self.patch,
+            "patch_base_version": self.patch_base_version,
         }
         line = json.dumps(fields).encode()
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
@@ -91,6 +99,7 @@ class MirrorState:
                 weights=Path(fields["weights"]).name,
                 digests=tuple(TensorDigest.from_bytes(digests[at : at + 16]) for at in range(0, len(digests), 16)),
                 patch=Path(fields["patch"]).name,
+                patch_base_version=int(fields["patch_base_version"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{where} is damaged: {error}") from error
@@ -123,7 +132,25 @@ class Weights:
 
     def digests(self) -> tuple[TensorDigest, ...]:
         """Compute every tensor's digest from the bits that are there."""
-        return tuple(digest_bits(self.bits(number)) for number in range(len(self.schema)))
+        numbers = range(len(self.schema))
+        threads = default_num_threads()
+        return tuple(in_order(lambda number: digest_bits(self.bits(number)), numbers, num_threads=threads))
+
+
+def _temporary_directory() -> Path:
+    """Return a new temporary directory, after removing those that killed processes of this user left behind."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        try:
+            found = (path / "lock").stat()
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _ABANDONED_SECONDS:
+                continue
+            with (path / "lock").open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            logger.info("removed the temporary mirror %s, whose process is gone", path)
+        except OSError as error:
+            logger.debug("temporary mirror %s stays: %s", path, error)
+    return Path(tempfile.mkdtemp(prefix=_TEMPORARY))
 
 
 class Mirror:
@@ -137,7 +164,7 @@ class Mirror:
 
     def __enter__(self) -> Mirror:
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="sparsewire-mirror-")) if self._given is None else self._given
+            self.path = _temporary_directory() if self._given is None else self._given
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("ab")
         except OSError as error:
@@ -210,6 +237,35 @@ class Mirror:
             spec.name for spec, is_, stated in zip(self.schema, found, self.state.digests, strict=True) if is_ != stated
         ]
 
+    @property
+    def last_patch(self) -> Path | None:
+        """The patch file of the last advance; None when the version held came whole."""
+        return self.path / self._state.patch if self._state is not None and self._state.patch else None
+
+    @property
+    def knows_change(self) -> bool:
+        """Whether the change from the version before to the one held is at hand, as a predicted delta needs it."""
+        path = self.last_patch
+        return path is not None and self.state.patch_base_version == self.state.version - 1 and path.exists()
+
+    def last_change(self) -> LastChange:
+        """Return what the change from the version before to the one held replaced.
+
+        Raises:
+            LastChangeMissingError: it is not at hand; `knows_change` is False from then on.
+        """
+        path = self.last_patch
+        if path is None or not self.knows_change:
+            raise LastChangeMissingError(
+                f"mirror {self.path}: the change from version {self.state.version - 1} to {self.state.version} is not at "
+                "hand, so no delta that is coded against it can be read; catch up from an anchor"
+            )
+        try:
+            return read_last_change(path)
+        except DamagedError as error:
+            path.unlink()
+            raise LastChangeMissingError(f"{error}; catch up from an anchor") from error
+
     # Changing.
 
     @contextmanager
@@ -245,8 +301,12 @@ class Mirror:
         self._state, self._weights = state, fresh
         self._remove_leftovers()
 
-    def advance(self, patch: Path, *, version: int, digests: Sequence[TensorDigest]) -> None:
-        """Scatter a complete patch file, whose result has been verified to have `digests`, and take its version."""
+    def advance(self, patch: Path, *, version: int, digests: Sequence[TensorDigest]) -> Path | None:
+        """Scatter a complete patch file, whose result has been verified to have `digests`, and take its version.
+
+        The file now belongs to the mirror. Returned is the one before it, which the mirror has no more use for.
+        """
+        before = self.last_patch
         state = MirrorState(
             run=self._run,
             version=version,
@@ -255,9 +315,11 @@ class Mirror:
             weights=self.state.weights,
             digests=tuple(digests),
             patch=patch.name,
+            patch_base_version=self.state.version,
         )
         self._replace("pending", state.to_bytes())
         self._finish(state)
+        return before
 
     def _finish(self, state: MirrorState) -> None:
         for patch in read_patches(self.path / state.patch):
@@ -321,7 +383,7 @@ class Mirror:
         partial.rename(self.path / name)
 
     def _remove_leftovers(self) -> None:
-        kept = set() if self._state is None else {self._state.weights}
+        kept = set() if self._state is None else {self._state.weights, self._state.patch}
         for path in self.path.iterdir():
             if path.suffix == ".partial" or (path.suffix in (".bin", ".patch") and path.name not in kept):
                 path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Writing one rank's pack: encode its shards chunk by chunk, straight into the store, and say what was written.
 
-Memory: one chunk at a time, plus the patches (the changed elements) that the baseline will need on commit.
+Memory: two chunks for each thread at a time, plus the patches (the changed elements) that the baseline will need on commit.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
-from sparsewire.sync.codec import CutsMemory, Profile, encode_chunk, plan_segments
-from sparsewire.sync.delta import TensorPatch
+from sparsewire.sync.codec import ChunkPlan, CutsMemory, EncodedChunk, Profile, encode_chunk, plan_segments
+from sparsewire.sync.delta import LastChange, TensorPatch
 from sparsewire.sync.digest import ZERO, TensorDigest
 from sparsewire.sync.manifest import ChunkRef, PackRef
+from sparsewire.sync.parallel import in_order
 from sparsewire.sync.store.base import ObjectWriter, Store
 from sparsewire.sync.view import LocalView
 
@@ -33,6 +34,8 @@ class Part:
     """Of this pack; `pack` numbers are given when parts are merged."""
     digest_changes: Mapping[int, TensorDigest]
     num_changed: int
+    predicted: bool
+    """Some chunk is coded against the change before this one."""
     patches: Sequence[TensorPatch] = ()
     """Stay on the rank."""
     encode_seconds: float = 0.0
@@ -47,6 +50,7 @@ class Part:
             "chunks": [[chunk.offset, chunk.num_bytes, chunk.sha256.hex()] for chunk in self.chunks],
             "digests": {str(number): change.to_bytes().hex() for number, change in self.digest_changes.items()},
             "num_changed": self.num_changed,
+            "predicted": self.predicted,
         }
         return json.dumps(fields).encode()
 
@@ -67,6 +71,7 @@ class Part:
                 for number, change in fields["digests"].items()
             },
             num_changed=fields["num_changed"],
+            predicted=fields["predicted"],
         )
 
 
@@ -104,31 +109,40 @@ def write_pack(
     chunk_bytes: int,
     profile: Profile,
     cuts: CutsMemory,
+    last: LastChange | None,
+    num_threads: int,
 ) -> Part:
     """Encode what turns `base` into `view` (all of it when `base` is None), and store it under `pack_key` of the run.
 
-    `cuts` holds those of the pack before and takes note of those used here. When this returns the pack is in the store,
-    complete; when it raises there is none.
+    `cuts` holds those of the pack before and takes note of those used here. With `last`, the change that made `base`,
+    chunks may be predicted. Chunks are encoded by `num_threads` and stored in order; what is stored does not depend on
+    how many they are. When this returns the pack is in the store, complete; when it raises there is none.
     """
     started = time.monotonic()
     changes: dict[int, TensorDigest] = {}
     patches: list[TensorPatch] = []
     num_changed = 0
+    predicted = False
     extents = [(tensor, start, count, view.schema[tensor].dtype) for tensor, start, count in view.extents]
     with ExitStack() as stack:
         stream = _PackStream(store, f"{run}/{pack_key}", stack)
-        for plan in plan_segments(extents, chunk_bytes=chunk_bytes):
-            old = None if base is None else [base.at(segment) for segment in plan.segments]
-            place = plan.segments[0]
+
+        def encode(plan: ChunkPlan) -> tuple[ChunkPlan, EncodedChunk]:
             chunk = encode_chunk(
                 plan.dtype,
                 plan.segments,
-                old,
+                None if base is None else [base.at(segment) for segment in plan.segments],
                 [view.at(segment) for segment in plan.segments],
                 profile=profile,
-                cuts=cuts.suggest(place),
+                cuts=cuts.suggest(plan.segments[0]),
+                last=last,
             )
-            cuts.remember(place, chunk.cuts)
+            return plan, chunk
+
+        plans = plan_segments(extents, chunk_bytes=chunk_bytes)
+        for plan, chunk in stack.enter_context(closing(in_order(encode, plans, num_threads=num_threads))):
+            cuts.remember(plan.segments[0], chunk.cuts)
+            predicted = predicted or chunk.predicted
             if chunk.num_changed == 0:
                 continue
             stream.append(chunk.payload)
@@ -137,8 +151,8 @@ def write_pack(
                 changes[tensor] = changes.get(tensor, ZERO) + change
             if base is not None:
                 patches.extend(chunk.patches)
-        closing = time.monotonic()
-    put_seconds = stream.put_seconds + time.monotonic() - closing
+        ended = time.monotonic()
+    put_seconds = stream.put_seconds + time.monotonic() - ended
     return Part(
         schema_sha256=view.schema.sha256,
         extents=view.extents,
@@ -146,6 +160,7 @@ def write_pack(
         chunks=stream.chunks,
         digest_changes=changes,
         num_changed=num_changed,
+        predicted=predicted,
         patches=patches,
         encode_seconds=time.monotonic() - started - put_seconds,
         put_seconds=put_seconds,

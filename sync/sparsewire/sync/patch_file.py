@@ -15,15 +15,17 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from sparsewire.sync.delta import TensorPatch
+from sparsewire.sync.delta import LastChange, Replaced, TensorPatch
 from sparsewire.sync.errors import DamagedError
-from sparsewire.sync.types import Bits, Indices
+from sparsewire.sync.types import Bits
 
 _HEADER = struct.pack("<4sI", b"SWPF", 1)
 _RECORD = struct.Struct("<QQQQQ")
@@ -78,12 +80,53 @@ class PatchWriter:
             self._partial.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    tensor: int
+    start: int
+    count: int
+    offsets: npt.NDArray[np.uint32] | None
+    values: Bits
+    undo: Bits
+
+
 def read_patches(path: Path) -> Iterator[TensorPatch]:
-    """Yield the patches of a complete file; arrays are views of a read-only map that lives as long as they do.
+    """Yield the patches of a complete file; their bits are views of a read-only map that lives as long as they do.
 
     Raises:
         DamagedError: the file is not what was written.
     """
+    for record in _read_records(path):
+        yield TensorPatch(
+            tensor=record.tensor,
+            start=record.start,
+            count=record.count,
+            indices=None if record.offsets is None else record.offsets.astype(np.int64) + record.start,
+            values=record.values,
+            undo=record.undo,
+        )
+
+
+def read_last_change(path: Path) -> LastChange:
+    """Return what the patches of a complete file replaced, as views of it: memory is that of the records' heads.
+
+    Raises:
+        DamagedError: the file is not what was written.
+    """
+    return LastChange(
+        Replaced(
+            tensor=record.tensor,
+            start=record.start,
+            count=record.count,
+            offsets=record.offsets,
+            before=record.undo,
+            after=record.values if record.offsets is None else None,
+        )
+        for record in _read_records(path)
+    )
+
+
+def _read_records(path: Path) -> Iterator[_Record]:
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes < len(_HEADER) + 32:
@@ -102,15 +145,15 @@ def read_patches(path: Path) -> Iterator[TensorPatch]:
         at += _RECORD.size
         whole = size == _WHOLE_RANGE
         num_values = count if whole else size
-        indices: Indices | None = None
+        offsets: npt.NDArray[np.uint32] | None = None
         body = at
         if not whole:
-            indices = np.frombuffer(mapped, "<u4", num_values, body).astype(np.int64) + start
+            offsets = np.frombuffer(mapped, "<u4", num_values, body)
             body += 4 * num_values
         values: Bits = np.frombuffer(mapped, _WIDTHS[width], num_values, body)
         undo: Bits = np.frombuffer(mapped, _WIDTHS[width], num_values, body + width * num_values)
         body += 2 * width * num_values
-        yield TensorPatch(tensor=tensor, start=start, count=count, indices=indices, values=values, undo=undo)
+        yield _Record(tensor=tensor, start=start, count=count, offsets=offsets, values=values, undo=undo)
         at = body + -(body - at) % 8
 
 

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from sparsewire.sync.baseline import Baseline
 from sparsewire.sync.chain import LinkKind, anchor_due, retained
 from sparsewire.sync.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, CutsMemory, Profile
+from sparsewire.sync.delta import LastChange
 from sparsewire.sync.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -49,6 +50,7 @@ from sparsewire.sync.history import Claim, History, check_run, pack_prefix
 from sparsewire.sync.manifest import Manifest, open_manifest
 from sparsewire.sync.merge import merge_parts
 from sparsewire.sync.pack import Part, write_pack
+from sparsewire.sync.parallel import default_num_threads
 from sparsewire.sync.ranks import SOLO, Agreement, Ranks
 from sparsewire.sync.store.base import Store
 from sparsewire.sync.store.open import check_store_url, open_store
@@ -91,6 +93,12 @@ class PublisherSettings:
     """Bytes of the view that a chunk covers, 8 to 16 Mi: the unit of memory and of verification."""
     profile: Profile = Profile.CLASSED
     """How changes are coded; `base-free` for readers that cannot scan their weights. Readers take either."""
+    predict: bool = True
+    """Code a delta against the one before where that is smaller (5-10 % on RL steps). It is never done right after an
+    anchor, so late joiners need no more than an anchor and the deltas since; but who seeds a mirror with a version that
+    is no anchor cannot go on from there."""
+    num_threads: int = field(default_factory=default_num_threads)
+    """Threads that encode; by default the cores of this machine, at most 8."""
     timeout: timedelta = timedelta(minutes=30)
     """Bound on one publish, and on waiting for the one before it."""
 
@@ -102,6 +110,8 @@ class PublisherSettings:
             problems.append(f"retain_versions {self.retain_versions} must be a whole number from 1")
         if not isinstance(self.chunk_bytes, int) or not 8 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             problems.append(f"chunk_bytes {self.chunk_bytes} must be in 8..{MAX_CHUNK_BYTES}")
+        if not isinstance(self.num_threads, int) or not 1 <= self.num_threads <= 256:
+            problems.append(f"num_threads {self.num_threads} must be in 1..256")
         if self.profile not in list(Profile):
             problems.append(f"profile {self.profile!r} must be one of {', '.join(Profile)}")
         if not self.timeout > timedelta(0):
@@ -339,7 +349,8 @@ class Publisher:
     def _try_publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest | None:
         """Encode, gather, commit; None when the version was taken and the head must be rebuilt first."""
         version = 0 if self.head is None else self.head.version + 1
-        part, parts = self._write_parts(view, version, lambda: self._baseline.shards_of(view))
+        last = self._baseline.last_change if self._settings.predict else None
+        part, parts = self._write_parts(view, version, lambda: self._baseline.shards_of(view), last)
         started = time.monotonic()
         try:
             sealed = self._agreement.on_first(lambda: self._commit(view, parts, version, step, stepped_unix_seconds))
@@ -352,7 +363,7 @@ class Publisher:
             self._discard(part)
             return None
         manifest = open_manifest(sealed, where=f"version {version}")
-        self._baseline.move(view, part, manifest)
+        self._baseline.move(view, part, parts, manifest)
         self.last_report = PublishReport(
             version=version,
             kind=manifest.kind,
@@ -367,7 +378,7 @@ class Publisher:
         return manifest
 
     def _write_parts(
-        self, view: LocalView, version: int, base: Callable[[], LocalView | None]
+        self, view: LocalView, version: int, base: Callable[[], LocalView | None], last: LastChange | None
     ) -> tuple[Part, list[Part]]:
         """Write this rank's pack and gather what all ranks wrote; if one failed, all discard theirs and raise."""
         key = f"{pack_prefix(version)}{self.epoch:08d}-{uuid.uuid4().hex[:12]}-{self._ranks.rank:05d}.pack"
@@ -384,6 +395,8 @@ class Publisher:
                 chunk_bytes=self._settings.chunk_bytes,
                 profile=self._settings.profile,
                 cuts=self._cuts,
+                last=last,
+                num_threads=self._settings.num_threads,
             )
             return part.to_bytes()
 
@@ -460,9 +473,13 @@ class Publisher:
         return b"due" if anchor_due(self._history.links(), self._settings.anchor_fraction) else b"no"
 
     def _write_anchor(self) -> None:
-        """Store the head complete, from the baselines of all ranks."""
+        """Store the head complete, from the baselines of all ranks.
+
+        Whether or not this succeeds as far as is known here, readers may arrive by it: the next delta is not predicted.
+        """
         assert self.head is not None
-        part, parts = self._write_parts(self._baseline.local, self.head.version, lambda: None)
+        self._baseline.last_change = None
+        part, parts = self._write_parts(self._baseline.local, self.head.version, lambda: None, None)
         try:
             self._agreement.on_first(lambda: self._put_anchor(parts))
         except (StoreUnavailableError, DeadlineExceededError):

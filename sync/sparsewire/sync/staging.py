@@ -96,12 +96,13 @@ class Staging:
             mirror_seconds=self._timings.mirror_seconds + seconds.get("mirror", 0.0),
         )
 
-    def add_patch(self, path: Path, *, touched: set[int], num_changed: int) -> None:
-        """Take over the patch file of a delta that the mirror has applied."""
+    def add_patch(self, path: Path, *, before: Path | None, touched: set[int], num_changed: int) -> None:
+        """Note the patch file of a delta that the mirror has applied, and which one that took the place of."""
         self._touched |= touched
         self._num_changed += num_changed
+        if before is not None and before not in self._paths:
+            before.unlink(missing_ok=True)
         if not self._keep or self._full:
-            path.unlink()
             return
         self._paths.append(path)
         if sum(kept.stat().st_size for kept in self._paths) > _STAGED_SHARE * self._mirror.schema.num_bytes:
@@ -114,9 +115,11 @@ class Staging:
         self._full = True
 
     def staged(self) -> StagedUpdate | None:
-        """Return what the engine misses, or None when it is current or the mirror is empty."""
+        """Return what the engine misses, or None when it is current or ahead of a mirror that had to start over."""
         version = self._mirror.version
         if version is None or (version == self._released and not self._full):
+            return None
+        if self._released is not None and version < self._released:
             return None
         state, manifest = self._mirror.state, self._manifest
         numbers = range(len(state.digests)) if self._full else sorted(self._touched)
@@ -150,5 +153,6 @@ class Staging:
 
     def _forget_paths(self) -> None:
         for path in self._paths:
-            path.unlink(missing_ok=True)
+            if path != self._mirror.last_patch:
+                path.unlink(missing_ok=True)
         self._paths = []

@@ -4,8 +4,9 @@
        ▲                                                                                                    │
        └── wait_for_newer                        staged() ◄── fold ◄── mirror advances (journalled) ◄───────┘
 
-One thread drives a subscriber (`wait_for_newer` may be called from it between syncs). State only moves forward. A
-failed sync leaves version and mirror as they were. With `stage=True` the patches are kept until `release`, so that an
+One thread drives a subscriber (`wait_for_newer` may be called from it between syncs). State only moves forward, unless
+nothing leads on from what is held: it then starts over from an older anchor, and nothing is staged until it is past what
+the engine has. A failed link leaves version and mirror as they were. With `stage=True` the patches are kept until `release`, so that an
 engine which stands at an older version gets all that it misses as one patch; otherwise they go at once.
 """
 
@@ -14,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -28,12 +29,13 @@ from prometheus_client import Counter, Gauge, Histogram
 from sparsewire.sync.chain import Link, LinkKind, plan
 from sparsewire.sync.codec import DecodedChunk, Segment, decode_chunk
 from sparsewire.sync.deadline import Deadline
-from sparsewire.sync.delta import TensorPatch
+from sparsewire.sync.delta import LastChange, TensorPatch
 from sparsewire.sync.digest import ZERO, TensorDigest, version_digest
 from sparsewire.sync.errors import (
     ConfigError,
     DamagedError,
     DigestMismatchError,
+    LastChangeMissingError,
     NotFoundError,
     SchemaMismatchError,
     SparsewireError,
@@ -48,6 +50,7 @@ from sparsewire.sync.history import check_identity, check_run
 from sparsewire.sync.manifest import Manifest, open_manifest
 from sparsewire.sync.mirror import Mirror, Weights
 from sparsewire.sync.open_source import open_source
+from sparsewire.sync.parallel import default_num_threads, in_order
 from sparsewire.sync.patch_file import PatchWriter
 from sparsewire.sync.seed import open_checkpoint, seed_weights
 from sparsewire.sync.source import Source
@@ -74,11 +77,14 @@ _SECONDS = Histogram(
 class Subscriber:
     """Follows one run; see the module for the order of things."""
 
-    def __init__(self, *, source: Source, run: str, mirror: Path | None, seed: Path | None, stage: bool) -> None:
+    def __init__(
+        self, *, source: Source, run: str, mirror: Path | None, seed: Path | None, stage: bool, num_threads: int
+    ) -> None:
         self._source = source
         self._run = check_run(run)
         self._mirror = Mirror(path=mirror, run=run)
         self._seed = seed
+        self._num_threads = num_threads
         self._staging = Staging(mirror=self._mirror, keep=stage)
         self._stack = ExitStack()
         self._is_open = False
@@ -95,6 +101,7 @@ class Subscriber:
         mirror: str | Path | None = None,
         seed: str | Path | None = None,
         stage: bool = False,
+        num_threads: int | None = None,
     ) -> Subscriber:
         """Return a subscriber to use in a `with` block.
 
@@ -104,16 +111,20 @@ class Subscriber:
             mirror: directory that survives this process; without it a temporary one.
             seed: local checkpoint (directory or file of safetensors) that may hold the weights of some version.
             stage: keep patches for `staged` until `release`.
+            num_threads: threads that decode; by default the cores of this machine, at most 8.
 
         Raises:
             ConfigError: an argument is wrong.
         """
+        if num_threads is not None and not 1 <= num_threads <= 256:
+            raise ConfigError(f"num_threads {num_threads} must be in 1..256")
         return cls(
             source=open_source(url, run=run),
             run=run,
             mirror=None if mirror is None else Path(mirror),
             seed=None if seed is None else Path(seed),
             stage=stage,
+            num_threads=default_num_threads() if num_threads is None else num_threads,
         )
 
     def __enter__(self) -> Subscriber:
@@ -158,6 +169,14 @@ class Subscriber:
         if not links:
             raise VersionUnavailableError(f"{self._source.url}: run {self._run} has no version yet; start its learner")
         return self._schema(self._open(links[-1]), Deadline(DEFAULT_DEADLINE_SECONDS))
+
+    def last_change(self) -> LastChange:
+        """Return what the change from the version before to the one held replaced.
+
+        Raises:
+            LastChangeMissingError: it is not known here: the version came whole, or over several versions at once.
+        """
+        return self._mirror.last_change()
 
     def tensors(self) -> Mapping[str, npt.NDArray[Any]]:
         """Return every tensor at `version`, read-only, without copying: the arrays show later versions after a sync.
@@ -246,15 +265,23 @@ class Subscriber:
         return newest
 
     def _walk(self, links: list[Link], wanted: int, deadline: Deadline) -> None:
-        """Take the cheapest path; around a link that is damaged or gone try another, and raise its error if there is none."""
+        """Take the cheapest path; around a link that is damaged or gone try another, and raise its error if there is none.
+
+        When nothing leads on from what is held, the path may begin with an older anchor.
+        """
         failure: SparsewireError | None = None
-        for _ in range(len(links) + 1):
-            if self.version == wanted:
-                return
+        refused: set[Link] = set()
+        unpredicted: set[Link] = set()
+        widened = False
+        while self.version != wanted:
             try:
-                path = plan(held=self.version, wanted=wanted, links=links)
+                path = plan(held=self.version, wanted=wanted, links=links, knows_change=self._mirror.knows_change)
             except VersionUnavailableError as error:
-                raise failure or self._unavailable(wanted) from error
+                if widened:
+                    raise failure or self._unavailable(wanted) from error
+                links = [link for link in self._source.links(after=None) if link not in refused]
+                widened = True
+                continue
             for link in path:
                 try:
                     self._take(link, deadline)
@@ -268,16 +295,22 @@ class Subscriber:
                     _SYNCS.labels(link.kind.value, "refused").inc()
                     logger.error("%s to version %d refused: %s", link.kind, link.version, error)
                     failure = error
-                    links = [other for other in links if other != link]
+                    if isinstance(error, LastChangeMissingError) and link.predicted and link not in unpredicted:
+                        unpredicted.add(link)  # sound in itself: it may still be taken on a path from an anchor
+                    else:
+                        refused.add(link)
+                        links = [other for other in links if other != link]
                     break
-        if self.version != wanted:
-            assert failure is not None
-            raise failure
 
     def _unavailable(self, wanted: int) -> VersionUnavailableError:
         """Return the refusal, with the reason as all versions of the run show it."""
         try:
-            plan(held=self.version, wanted=wanted, links=self._source.links(after=None))
+            plan(
+                held=self.version,
+                wanted=wanted,
+                links=self._source.links(after=None),
+                knows_change=self._mirror.knows_change,
+            )
             reason = f"the path to version {wanted} came and went while it was planned; call again"
         except VersionUnavailableError as error:
             reason = str(error)
@@ -338,12 +371,19 @@ class Subscriber:
             raise SchemaMismatchError(
                 f"{where}: the run's tensors changed ({difference}); start a new run for a new model"
             )
+        last = mirror.last_change() if manifest.predicted else None
         digests = list(state.digests)
         num_changed = 0
         touched: set[int] = set()
         path = mirror.path / f"{state.version:012d}-{manifest.version:012d}.patch"
         with PatchWriter(path) as writer:
-            for decoded in self._decoded(manifest, mirror.schema, self._base_bits, deadline, clock):
+            chunks = self._decoded(
+                manifest,
+                lambda payload: decode_chunk(payload, schema=mirror.schema, base=self._base_bits, last=last),
+                deadline,
+                clock,
+            )
+            for decoded in chunks:
                 for patch in decoded.patches:
                     writer.append(patch)
                     num_changed += _num_differing(patch)
@@ -356,8 +396,8 @@ class Subscriber:
                     f"{where}: {num_changed} elements change, the manifest says {manifest.num_changed}"
                 )
         clock.enter("mirror")
-        mirror.advance(path, version=manifest.version, digests=digests)
-        self._staging.add_patch(path, touched=touched, num_changed=num_changed)
+        before = mirror.advance(path, version=manifest.version, digests=digests)
+        self._staging.add_patch(path, before=before, touched=touched, num_changed=num_changed)
 
     def _take_anchor(self, manifest: Manifest, deadline: Deadline, clock: _PhaseClock) -> None:
         where = f"{self._source.url}: anchor of version {manifest.version}"
@@ -365,7 +405,10 @@ class Subscriber:
         digests = [ZERO] * len(schema)
         covered = [0] * len(schema)
         with self._mirror.fill(schema) as fresh:
-            for decoded in self._decoded(manifest, schema, None, deadline, clock):
+            chunks = self._decoded(
+                manifest, lambda payload: decode_chunk(payload, schema=schema, base=None), deadline, clock
+            )
+            for decoded in chunks:
                 _write_dense(fresh, decoded, covered, where)
                 for number, part in decoded.digest_changes.items():
                     digests[number] += part
@@ -379,24 +422,32 @@ class Subscriber:
         self._staging.require_full()
 
     def _decoded(
-        self, manifest: Manifest, schema: Schema, base: Any, deadline: Deadline, clock: _PhaseClock
+        self, manifest: Manifest, decode: Callable[[bytes], DecodedChunk], deadline: Deadline, clock: _PhaseClock
     ) -> Iterator[DecodedChunk]:
-        clock.enter("fetch")
-        for payload in fetch_chunks(self._source, manifest, deadline=deadline):
-            clock.enter("decode")
-            yield decode_chunk(payload, schema=schema, base=base)
+        """Yield the chunks of a version in order, decoded by several threads while more are fetched."""
+
+        def fetched() -> Generator[bytes]:
             clock.enter("fetch")
-        clock.enter("decode")
+            for payload in fetch_chunks(self._source, manifest, deadline=deadline):
+                clock.enter("decode")
+                yield payload
+                clock.enter("fetch")
+            clock.enter("decode")
+
+        with (
+            closing(fetched()) as payloads,
+            closing(in_order(decode, payloads, num_threads=self._num_threads)) as chunks,
+        ):
+            yield from chunks
 
     def _base_bits(self, segment: Segment) -> Bits:
         return self._mirror.weights.bits(segment.tensor)[segment.start : segment.start + segment.count]
 
     def _verify(self, manifest: Manifest, schema: Schema, digests: Sequence[TensorDigest], where: str) -> None:
-        for number, stated in manifest.digests.items():
-            if number >= len(digests) or digests[number] != stated:
-                name = schema[number].name if number < len(schema) else f"number {number}"
+        for spec, found, stated in zip(schema, digests, manifest.digests, strict=False):
+            if found != stated:
                 raise DigestMismatchError(
-                    f"{where}: tensor {name} would not have the digest in the manifest; nothing was changed"
+                    f"{where}: tensor {spec.name} would not have the digest in the manifest; nothing was changed"
                 )
         if version_digest(schema, digests) != manifest.version_digest:
             raise DigestMismatchError(f"{where}: the weights would not have the version's digest; nothing was changed")

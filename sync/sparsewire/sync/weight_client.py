@@ -56,6 +56,7 @@ class WeightClient:
                 base_version=link.base_version if kind is LinkKind.DELTA else None,
                 version=link.version,
                 num_bytes=link.num_bytes,
+                predicted=link.predicted,
             )
             for link in response.links
         ]

@@ -64,6 +64,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
                 base_version=link.base_version or 0,
                 version=link.version,
                 num_bytes=link.num_bytes,
+                predicted=link.predicted,
             )
             for link in self._history.links(after=after)
         ]
