@@ -68,6 +68,10 @@ class WrongBaseError(SparsewireError):
     """A delta was offered to weights that are not its base: catch up by the plan instead of forcing it."""
 
 
+class LastChangeMissingError(WrongBaseError):
+    """A delta is coded against the change before it, which is not at hand: take a path without such links."""
+
+
 class DigestMismatchError(SparsewireError):
     """Weights do not have the digest that the manifest states: they must not be served; re-anchor."""
 
