@@ -28,7 +28,7 @@ from sparsewire.sync.types import Bits, Indices
 
 _log = logging.getLogger(__name__)
 
-ABI = 1
+ABI = 2
 """Must equal SPARSEWIRE_ABI of native/abi.h: a library built from other sources is refused."""
 
 LIBRARY = Path(__file__).with_name("native") / "kernel.so"
@@ -39,6 +39,9 @@ _KEPT_SCRATCH_BYTES = 32 << 20
 """Work space beyond this is given back after a call; chunks of usual density need less."""
 
 Counts = npt.NDArray[np.uint64]
+
+LastBits = tuple[Indices, Bits]
+"""What the change before replaced: ascending places in the space of all segments end to end, and the bits before it."""
 
 
 class Isa(IntEnum):

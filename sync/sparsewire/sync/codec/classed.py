@@ -1,9 +1,10 @@
 """The classed body: what changed, coded against the exponents of the base. This form defines the format.
 
 Pure. Elements of one exponent class change like coin tosses of one probability, so the gaps between their ranks are
-geometric and take Rice codes; their steps are signs where all are one unit in the last place, tokens elsewhere. All
-segments of a chunk are one space here: their elements end to end. `parse_classed` checks everything that the bytes alone
-can show before it allocates for it; `rebuild` then needs the base. docs/format.md gives every byte.
+geometric and take Rice codes; their steps are signs where all are one unit in the last place, tokens elsewhere. With the
+change before at hand, steps of tokens may start from where the weight was headed (predict.py). All segments of a
+chunk are one space here: their elements end to end. `parse_classed` checks everything that the bytes alone can show
+before it allocates for it; `rebuild` then needs the base. docs/format.md gives every byte.
 
     head: cuts, and for each class how many, how coded   |  remainders | unary | signs | tokens | raw bits | exceptions
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from sparsewire.sync.codec.bitfields import (
     equal_fields,
@@ -27,14 +29,41 @@ from sparsewire.sync.codec.bitfields import (
     unpack_bits,
 )
 from sparsewire.sync.codec.classes import MAX_CLASSES, ExponentClasses, complement
-from sparsewire.sync.codec.rans import STATES_BYTES, Frequencies, read_table, read_tokens, write_table, write_tokens
+from sparsewire.sync.codec.predict import choose_gain, find_common, predict
+from sparsewire.sync.codec.rans import (
+    STATES_BYTES,
+    Frequencies,
+    cost_of_tokens,
+    read_table,
+    read_tokens,
+    write_table,
+    write_tokens,
+)
 from sparsewire.sync.codec.rice import MAX_PARAMETER, gaps_of, ranks_of, rice_parameter
-from sparsewire.sync.codec.steps import join_steps, num_raw_bits, num_tokens, split_steps
+from sparsewire.sync.codec.steps import (
+    Tokens,
+    join_predicted_steps,
+    join_steps,
+    num_predicted_raw_bits,
+    num_predicted_tokens,
+    num_raw_bits,
+    num_tokens,
+    split_predicted_steps,
+    split_steps,
+)
 from sparsewire.sync.codec.streams import Reader, write_varint
-from sparsewire.sync.errors import DamagedError, UnsupportedFormatError, WrongBaseError
+from sparsewire.sync.errors import DamagedError, LastChangeMissingError, UnsupportedFormatError, WrongBaseError
+from sparsewire.sync.native import LastBits
 from sparsewire.sync.types import Bits, Indices
 
+PREDICTED_FLAG = 1
+"""Of the first byte of a body: some class is coded against the change before."""
+PREDICTED_WIDTH = 2
+"""Bytes of an element that a prediction knows: bfloat16 alone."""
+
 _PARAMETER, _INVERSE, _WIDE, _EXCEPTIONS = 0x1F, 0x20, 0x40, 0x80
+_PREDICTED = _EXCEPTIONS
+"""In a wide class, which has no exceptions."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,16 +75,33 @@ class ClassChanges:
     num_unchanged: int | None = None
     """Given in the inverse form, whose ranks are those of the unchanged elements."""
     num_exceptions: int = 0
+    wide: bool = False
+    num_predicted: int = 0
+    """Changes of a wide class whose steps start from their predictions."""
     frequencies: Frequencies | None = None
-    """The token table of a wide class."""
+    """The token table of plain steps of a wide class, if it has any."""
+    predicted_frequencies: Frequencies | None = None
+    """The token table of steps from predictions, if there are any."""
     ranks: Indices = field(default_factory=lambda: np.empty(0, np.int64))
     steps: Bits = field(default_factory=lambda: np.empty(0, np.uint8))
-    """New minus old bits of the changed elements, by position."""
+    """New minus old bits of the changed elements, by position; without those that are predicted."""
+    predicted_steps: Bits = field(default_factory=lambda: np.empty(0, np.uint8))
+    """New bits minus their predictions, by position."""
 
     @property
     def num_gaps(self) -> int:
         """Gaps in the streams."""
         return self.num_changed if self.num_unchanged is None else self.num_unchanged
+
+    @property
+    def parts(self) -> list[tuple[int, Frequencies, bool]]:
+        """Of a wide class, in the order of the streams: how many tokens, their table, whether they are predicted ones."""
+        parts = []
+        if self.frequencies is not None:
+            parts.append((self.num_changed - self.num_predicted, self.frequencies, False))
+        if self.predicted_frequencies is not None:
+            parts.append((self.num_predicted, self.predicted_frequencies, True))
+        return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +110,29 @@ class ParsedBody:
 
     cuts: bytes
     classes: Sequence[ClassChanges]
+    gain: int | None
+    """How far predictions go, in units of 1/128; None in a body without them."""
 
 
-def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> bytes:
+def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes, last: LastBits | None = None) -> bytes:
     """Return the body that adds `steps`, none of them zero, to the elements of `old` at ascending `positions`.
+
+    With `last`, elements are taken to be bfloat16, and wide classes for which it pays are coded against predictions.
 
     Raises:
         ValueError: `cuts` are not ascending keys.
     """
     classes = ExponentClasses(old, cuts)
     changed_classes = classes.at(positions)
+    # Of each change, whether it has a prediction, and its step from there.
+    hinted, from_prediction, gain = np.zeros(len(steps), np.bool_), steps, 0
+    if last is not None:
+        again, places = find_common(positions, last[0])
+        held, before = old[positions[again]], last[1][places]
+        gain = choose_gain(held, before, held + steps[again])
+        hinted[again] = True
+        from_prediction = steps.copy()
+        from_prediction[again] += held - predict(held, before, gain)
     # The stable order by class is the order of every stream.
     order = np.argsort(changed_classes, kind="stable")
     ends = np.cumsum(np.bincount(changed_classes, minlength=len(cuts) + 1))
@@ -97,13 +156,18 @@ def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> b
         others = np.flatnonzero((moves != 1) & ~down)
         wide = len(others) > _max_exceptions(len(moves))
         flags = (_INVERSE if inverse else 0) | (_WIDE if wide else _EXCEPTIONS if len(others) else 0)
-        head.append(parameter | flags)
+        parts, num_predicted = _wide_parts(moves, from_prediction[chosen], hinted[chosen]) if wide else ([], 0)
+        head.append(parameter | flags | (_PREDICTED if num_predicted else 0))
         if inverse:
             write_varint(head, num_unchanged)
         if wide:
-            class_tokens, magnitudes, widths = split_steps(moves)
-            tokens.append((class_tokens, write_table(head, class_tokens)))
-            raw.append(fields(magnitudes, widths))
+            if num_predicted:
+                write_varint(head, num_predicted)
+                head[0] = PREDICTED_FLAG
+            for part in parts:
+                head += part.table
+                tokens.append((part.tokens, part.frequencies))
+                raw.append(fields(part.magnitudes, part.widths))
             continue
         signs.append(down.view(np.uint8))
         if len(others):
@@ -111,6 +175,8 @@ def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> b
             for gap, step in zip(gaps_of(others).tolist(), moves[others], strict=True):
                 write_varint(exceptions, gap)
                 exceptions += step.tobytes()
+    if head[0]:
+        head.append(gain)
     streams = [pack_bits(_join(remainders)), pack_bits(unary(_join(quotients))), pack_bits(_join(signs))]
     write_varint(head, len(streams[1]))
     if tokens:
@@ -118,6 +184,43 @@ def encode_classed(old: Bits, positions: Indices, steps: Bits, cuts: bytes) -> b
         write_varint(head, (len(streams[3]) - STATES_BYTES) // 2)
         write_varint(head, len(streams[4]))
     return b"".join((head, *streams, exceptions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Steps of one class that share a token table."""
+
+    tokens: Tokens
+    frequencies: Frequencies
+    table: bytes
+    magnitudes: npt.NDArray[np.uint64]
+    widths: npt.NDArray[np.int64]
+
+    @property
+    def cost(self) -> int:
+        """About how many 1/256 bits it takes."""
+        return cost_of_tokens(self.tokens, self.frequencies) + 256 * (8 * len(self.table) + int(self.widths.sum()))
+
+
+def _part(steps: Bits, *, predicted: bool) -> _Part:
+    tokens, magnitudes, widths = (split_predicted_steps if predicted else split_steps)(steps)
+    table = bytearray()
+    frequencies = write_table(table, tokens)
+    return _Part(tokens=tokens, frequencies=frequencies, table=bytes(table), magnitudes=magnitudes, widths=widths)
+
+
+def _wide_parts(steps: Bits, from_prediction: Bits, hinted: npt.NDArray[np.bool_]) -> tuple[list[_Part], int]:
+    """Return the parts of a wide class and how many of its changes are predicted: none, unless that is smaller."""
+    whole = [_part(steps, predicted=False)]
+    num_hinted = int(hinted.sum())
+    if not num_hinted:
+        return whole, 0
+    parts = [] if num_hinted == len(steps) else [_part(steps[~hinted], predicted=False)]
+    parts.append(_part(from_prediction[hinted], predicted=True))
+    count = bytearray()
+    write_varint(count, num_hinted)
+    extra = 256 * 8 * (len(count) + 1)
+    return (parts, num_hinted) if extra + sum(p.cost for p in parts) < whole[0].cost else (whole, 0)
 
 
 def parse_classed(body: memoryview, *, num_changed: int, num_elements: int, width: int) -> ParsedBody:
@@ -131,8 +234,10 @@ def parse_classed(body: memoryview, *, num_changed: int, num_elements: int, widt
     """
     reader = Reader(body)
     flags, num_classes = reader.take(2)
-    if flags:
-        raise UnsupportedFormatError(f"chunk: flags {flags:#x} of a classed body unknown: upgrade the older side")
+    if flags & ~PREDICTED_FLAG or (flags and width != PREDICTED_WIDTH):
+        raise UnsupportedFormatError(
+            f"chunk: flags {flags:#x} of a classed body of {width}-byte elements unknown: upgrade the older side"
+        )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise DamagedError(f"chunk: {num_classes} classes, at most {MAX_CLASSES}: fetch it again")
     cuts = bytes(reader.take(num_classes - 1))
@@ -145,7 +250,10 @@ def parse_classed(body: memoryview, *, num_changed: int, num_elements: int, widt
             f"chunk: {found} changes in the classes, its header states {num_changed} of {num_elements} elements: "
             "fetch it again"
         )
-    wide = [c for c in classes if c.frequencies is not None]
+    wide = [c for c in classes if c.wide]
+    gain = reader.take(1)[0] if flags else None
+    if any(c.num_predicted for c in wide) != bool(flags) or gain == 0:
+        raise DamagedError(f"chunk: flags {flags:#x} and gain {gain} do not fit its predicted classes: fetch it again")
     unary_bytes = reader.varint()
     token_bytes, raw_bytes = (STATES_BYTES + 2 * reader.varint(), reader.varint()) if wide else (0, 0)
     num_gaps = sum(c.num_gaps for c in classes)
@@ -166,19 +274,24 @@ def parse_classed(body: memoryview, *, num_changed: int, num_elements: int, widt
         _place_wide_steps(wide, token_stream, raw_stream, width)
     at = 0
     for changes in classes:
-        if changes.frequencies is None:
+        if not changes.wide:
             changes.steps = _unit_steps(signs[at : at + changes.num_changed], changes.num_exceptions, reader, width)
             at += changes.num_changed
     reader.finish()
-    return ParsedBody(cuts=cuts, classes=classes)
+    return ParsedBody(cuts=cuts, classes=classes, gain=gain)
 
 
-def rebuild(parsed: ParsedBody, old: Bits) -> tuple[Indices, Bits]:
+def rebuild(parsed: ParsedBody, old: Bits, last: LastBits | None = None) -> tuple[Indices, Bits]:
     """Return the changed positions of the base `old`, ascending, and their new bits.
 
     Raises:
-        WrongBaseError: the classes of `old` are not those that the body speaks of.
+        WrongBaseError: the classes of `old`, or the changes that it shares with `last`, are not those that the body
+            speaks of.
+        LastChangeMissingError: the body has predictions and `last` is None.
     """
+    if parsed.gain is not None and last is None:
+        raise LastChangeMissingError("chunk: it is coded against the change before, which is not at hand: take a path without such links"
+        )
     classes = ExponentClasses(old, parsed.cuts)
     positions, steps = [], []
     for number, changes in enumerate(parsed.classes):
@@ -197,14 +310,36 @@ def rebuild(parsed: ParsedBody, old: Bits) -> tuple[Indices, Bits]:
             )
         if changes.num_unchanged is not None:
             ranks = complement(ranks, members.size)
-        positions.append(members.positions(ranks))
-        steps.append(changes.steps)
+        places = members.positions(ranks)
+        positions.append(places)
+        steps.append(_all_steps(changes, old, places, parsed.gain, last) if changes.num_predicted else changes.steps)
     if not positions:
         return np.empty(0, np.int64), np.empty(0, old.dtype)
     unordered = np.concatenate(positions)
     order = np.argsort(unordered)
     ascending = unordered[order]
     return ascending, old[ascending] + np.concatenate(steps)[order]
+
+
+def _all_steps(changes: ClassChanges, old: Bits, places: Indices, gain: int | None, last: LastBits | None) -> Bits:
+    """Return the steps from the base of a class that has predicted ones."""
+    assert gain is not None
+    assert last is not None
+    again, found = find_common(places, last[0])
+    if len(again) != changes.num_predicted:
+        raise WrongBaseError(
+            f"chunk: {len(again)} of its changes are in the change before, it states {changes.num_predicted}: it was "
+            "made from another change than that held here; catch up by another path"
+        )
+    held = old[places[again]]
+    moved = predict(held, last[1][found], gain) + changes.predicted_steps - held
+    if not moved.all():
+        raise WrongBaseError("chunk: a predicted change ends where it began: it was made from another change before")
+    steps = np.empty_like(old, shape=len(places))
+    plain = np.ones(len(places), np.bool_)
+    plain[again] = False
+    steps[plain], steps[again] = changes.steps, moved
+    return steps
 
 
 def _read_entry(reader: Reader, *, num_elements: int, width: int) -> ClassChanges:
@@ -214,21 +349,35 @@ def _read_entry(reader: Reader, *, num_elements: int, width: int) -> ClassChange
     flags = reader.take(1)[0]
     parameter, inverse, wide = flags & _PARAMETER, bool(flags & _INVERSE), bool(flags & _WIDE)
     num_unchanged = reader.varint() if inverse else None
-    num_exceptions = reader.varint() if flags & _EXCEPTIONS else 0
+    num_exceptions = reader.varint() if flags & _EXCEPTIONS and not wide else 0
+    num_predicted = reader.varint() if flags & _PREDICTED and wide else 0
     if num_changed + (num_unchanged or 0) > num_elements or parameter > MAX_PARAMETER:
         raise DamagedError(
             f"chunk: a class of {num_changed} changed and {num_unchanged} unchanged elements, Rice parameter "
             f"{parameter}, exceeds the limits: fetch it again"
         )
-    if flags & _EXCEPTIONS and (wide or not 1 <= num_exceptions <= min(num_changed, _max_exceptions(num_changed))):
-        raise DamagedError(f"chunk: {num_exceptions} exceptions in {num_changed} changes: fetch it again")
+    most = num_changed if wide else min(num_changed, _max_exceptions(num_changed))
+    if flags & _EXCEPTIONS and not 1 <= num_exceptions + num_predicted <= most:
+        raise DamagedError(
+            f"chunk: {num_exceptions} exceptions, {num_predicted} predicted in {num_changed} changes: fetch it again"
+        )
     return ClassChanges(
         num_changed=num_changed,
         parameter=parameter,
         num_unchanged=num_unchanged,
         num_exceptions=num_exceptions,
-        frequencies=read_table(reader, num_tokens(width)) if wide else None,
+        wide=wide,
+        num_predicted=num_predicted,
+        frequencies=read_table(reader, num_tokens(width)) if wide and num_predicted < num_changed else None,
+        predicted_frequencies=_read_predicted_table(reader, width) if num_predicted else None,
     )
+
+
+def _read_predicted_table(reader: Reader, width: int) -> Frequencies:
+    frequencies = read_table(reader, num_predicted_tokens(width))
+    if len(frequencies) > 1 and frequencies[1]:
+        raise DamagedError("chunk: a table of steps from predictions has token 1: fetch it again")
+    return frequencies
 
 
 def _max_exceptions(num_changed: int) -> int:
@@ -250,15 +399,27 @@ def _place_gaps(classes: Sequence[ClassChanges], remainders: np.ndarray, quotien
 def _place_wide_steps(
     wide: Sequence[ClassChanges], token_stream: memoryview, raw_stream: memoryview, width: int
 ) -> None:
-    parts = [(c.num_changed, c.frequencies) for c in wide if c.frequencies is not None]
-    tokens = read_tokens(token_stream, parts)
-    widths = [num_raw_bits(part, width) for part in tokens]
+    parts = [part for changes in wide for part in changes.parts]
+    tokens = read_tokens(token_stream, [(count, frequencies) for count, frequencies, _ in parts])
+    kinds = [predicted for _, _, predicted in parts]
+    widths = [
+        (num_predicted_raw_bits if predicted else num_raw_bits)(part, width)
+        for part, predicted in zip(tokens, kinds, strict=True)
+    ]
     bits = unpack_bits(raw_stream, int(sum(part.sum() for part in widths)))
     raw = read_fields(bits, np.concatenate(widths))
     at = 0
-    for changes, part in zip(wide, tokens, strict=True):
-        changes.steps = join_steps(part, raw[at : at + len(part)], width)
+    steps = []
+    for part, predicted in zip(tokens, kinds, strict=True):
+        steps.append((join_predicted_steps if predicted else join_steps)(part, raw[at : at + len(part)], width))
         at += len(part)
+    found = iter(steps)
+    for changes in wide:
+        for _, _, predicted in changes.parts:
+            if predicted:
+                changes.predicted_steps = next(found)
+            else:
+                changes.steps = next(found)
 
 
 def _unit_steps(signs: np.ndarray, num_exceptions: int, reader: Reader, width: int) -> Bits:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsewire.sync.codec.bitfields import equal_fields, num_bytes, pack_bits, read_equal_fields, unpack_bits
-from sparsewire.sync.codec.steps import Tokens
+from sparsewire.sync.codec.steps import Tokens, bit_lengths
 from sparsewire.sync.codec.streams import Reader, write_varint
 from sparsewire.sync.errors import DamagedError
 
@@ -38,6 +38,26 @@ def write_table(out: bytearray, tokens: Tokens) -> Frequencies:
     write_varint(out, len(counts) - 1)
     out += pack_bits(np.concatenate((present.astype(np.uint8), equal_fields(codes.astype(np.uint64), _CODE_BITS))))
     return _frequencies(present, codes)
+
+
+def cost_of_tokens(tokens: Tokens, frequencies: Frequencies) -> int:
+    """Return about how many 1/256 bits `tokens` take, by integer arithmetic that is the same everywhere."""
+    counts = np.bincount(tokens, minlength=len(frequencies))
+    present = frequencies > 0
+    return int((counts[present] * (256 * FREQUENCY_BITS - _log2_256(frequencies[present]))).sum())
+
+
+def _log2_256(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return floor(256 * log2) of numbers of 1..4,096, by squaring."""
+    whole = bit_lengths(values.astype(np.uint64)) - 1
+    mantissa = values.astype(np.uint64) << (31 - whole).astype(np.uint64)
+    found = whole
+    for _ in range(8):
+        mantissa = mantissa * mantissa >> np.uint64(31)
+        bit = mantissa >> np.uint64(32)
+        mantissa >>= bit
+        found = 2 * found + bit.astype(np.int64)
+    return found
 
 
 def read_table(reader: Reader, num_tokens: int) -> Frequencies:

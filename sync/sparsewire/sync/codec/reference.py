@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sparsewire.sync.codec.classed import encode_classed, parse_classed, rebuild
 from sparsewire.sync.delta import changed_positions
 from sparsewire.sync.digest import ZERO, TensorDigest, digest_at
-from sparsewire.sync.native import Found, NativeDecoding, NativeEncoding, Wish
+from sparsewire.sync.native import Found, LastBits, NativeDecoding, NativeEncoding, Wish
 from sparsewire.sync.types import Bits, Indices
 
 
@@ -30,6 +30,7 @@ class Reference:
         cuts: bytes,
         crowded: int,
         wishes: Sequence[Wish] | None = None,
+        last: LastBits | None = None,
     ) -> NativeEncoding:
         """Find and encode what changed; see `Kernel.encode`.
 
@@ -60,7 +61,8 @@ class Reference:
             space = [old[number] for number in chosen]
             offsets = np.cumsum([0, *(len(bits) for bits in space[:-1])])
             joint = np.concatenate([places[n] + offset for n, offset in zip(chosen, offsets, strict=True)])
-            body = encode_classed(join_bits(space), joint, values - undo, cuts)
+            among = None if last is None else _among(last, old, chosen)
+            body = encode_classed(join_bits(space), joint, values - undo, cuts, among)
         return NativeEncoding(
             found=np.array(found, np.uint64),
             num_changed=np.array(num_changed, np.uint64),
@@ -72,21 +74,28 @@ class Reference:
         )
 
     def decode(
-        self, body: memoryview | bytes, *, num_changed: int, old: Sequence[Bits], starts: Sequence[int]
+        self,
+        body: memoryview | bytes,
+        *,
+        num_changed: int,
+        old: Sequence[Bits],
+        starts: Sequence[int],
+        last: LastBits | None = None,
     ) -> NativeDecoding:
         """Decode a classed body against its base; see `Kernel.decode`.
 
         Raises:
             DamagedError: the bytes are unsound.
             UnsupportedFormatError: the body has flags that this build does not know.
-            WrongBaseError: the base has other classes than the one that the body was made from.
+            WrongBaseError: the base has other classes than the one that the body was made from, or `last` is another.
+            LastChangeMissingError: the body is coded against the change before and `last` is None.
         """
         ends = np.cumsum([len(bits) for bits in old])
         space = join_bits(old)
         parsed = parse_classed(
             memoryview(body), num_changed=num_changed, num_elements=len(space), width=space.dtype.itemsize
         )
-        joint, new = rebuild(parsed, space)
+        joint, new = rebuild(parsed, space, last)
         cuts = np.searchsorted(joint, ends)[:-1]
         offsets = [0, *ends[:-1].tolist()]
         indices = [
@@ -105,6 +114,20 @@ class Reference:
 def join_bits(parts: Sequence[Bits]) -> Bits:
     """Return the elements of all parts, one after the other; at least one part."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _among(last: LastBits, old: Sequence[Bits], chosen: Sequence[int]) -> LastBits:
+    """Return what of `last`, places in the space of all segments, lies in the chosen ones, places in their space."""
+    places, before = last
+    ends = np.cumsum([0, *map(len, old)])
+    cuts = np.searchsorted(places, ends).tolist()
+    parts, bits, origin = [], [], 0
+    for number in chosen:
+        inside = slice(cuts[number], cuts[number + 1])
+        parts.append(places[inside] - ends[number] + origin)
+        bits.append(before[inside])
+        origin += len(old[number])
+    return np.concatenate(parts), np.concatenate(bits)
 
 
 def _digests(indices: Sequence[Indices], old: Sequence[Bits], new: Sequence[Bits]) -> npt.NDArray[np.uint64]:

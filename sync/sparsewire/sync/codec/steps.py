@@ -59,6 +59,30 @@ def join_steps(tokens: Tokens, raw: npt.NDArray[np.uint64], width: int) -> Bits:
     return steps.astype(f"<u{width}")
 
 
+def num_predicted_tokens(width: int) -> int:
+    """Return how many tokens there are for steps from a prediction: two more, 0 for no step, and 1, which never occurs."""
+    return num_tokens(width) + 2
+
+
+def split_predicted_steps(steps: Bits) -> tuple[Tokens, npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """Do what `split_steps` does for steps that may be zero."""
+    tokens, magnitudes, widths = split_steps(steps)
+    exact = steps == 0
+    return np.where(exact, 0, tokens + 2), magnitudes, np.where(exact, 0, widths)
+
+
+def num_predicted_raw_bits(tokens: Tokens, width: int) -> npt.NDArray[np.int64]:
+    """Return how many raw bits follow each token of `split_predicted_steps`."""
+    return np.where(tokens < 2, 0, num_raw_bits(np.maximum(tokens - 2, 0), width))
+
+
+def join_predicted_steps(tokens: Tokens, raw: npt.NDArray[np.uint64], width: int) -> Bits:
+    """Return the steps, modulo 2^width, that `split_predicted_steps` took apart."""
+    steps = join_steps(np.maximum(tokens - 2, 0), raw, width)
+    steps[tokens == 0] = 0
+    return steps
+
+
 def bit_lengths(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """Return the number of bits of each value, 0 for 0."""
     left = values.copy()
