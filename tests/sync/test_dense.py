@@ -162,13 +162,13 @@ def test_hostile_bodies_are_refused() -> None:
         if stated > 5001:
             # A frame header that claims far more than the frame holds: single segment, content size of 8 bytes.
             frame = frame[:4] + b"\xe0" + stated.to_bytes(8, "little") + frame[6:]
-        data = bytearray()
-        write_varint(data, 5000 << 1)
-        data += bytes(5000)
-        write_varint(data, len(frame) << 1 | 1)
-        data += frame
+        made = bytearray()
+        write_varint(made, 5000 << 1)
+        made += bytes(5000)
+        write_varint(made, len(frame) << 1 | 1)
+        made += frame
         with pytest.raises(DamagedError):
-            decode(bytes(data))
+            decode(bytes(made))
 
 
 def test_every_damaged_byte_of_an_anchor_chunk_is_refused() -> None:
