@@ -145,9 +145,10 @@ def _check_input(dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits] 
     for before, after in pairwise(segments):
         if (after.tensor, after.start) < (before.tensor, before.stop):
             raise ValueError(f"chunk: segments {before} and {after} overlap or descend")
+    kind = dtype.bits
     for arrays in (new, old or ()):
         for segment, bits in zip(segments, arrays, strict=False):
-            if bits.shape != (segment.count,) or bits.dtype != dtype.bits:
+            if bits.shape != (segment.count,) or bits.dtype != kind:
                 raise ValueError(
                     f"chunk: {bits.dtype} bits of shape {bits.shape} for {segment.count} elements of {dtype}"
                 )
