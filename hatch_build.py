@@ -23,7 +23,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = "sync/sparsewire/sync/native"
 FLAGS = ["-O3", "-std=c11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
-AVX2 = "-mavx2 -mbmi -mbmi2 -mpopcnt -mlzcnt"
+AVX2 = "-mavx2 -mbmi -mbmi2 -mpopcnt -mlzcnt -mpclmul"
 AVX512 = AVX2 + " -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vbmi2 -mavx512vpopcntdq -mgfni"
 LEVELS = {"base": "", "avx2": AVX2, "avx512": AVX512}
 

@@ -51,6 +51,7 @@ from sparsewire.sync.codec import (
 from sparsewire.sync.codec.classed import encode_classed
 from sparsewire.sync.codec.cuts import fit_partition
 from sparsewire.sync.delta import apply_patch
+from sparsewire.sync.digest import digest_bits
 from sparsewire.sync.native import kernel
 from sparsewire.sync.publisher import Publisher
 from sparsewire.sync.store.memory import forget_memory_store
@@ -109,6 +110,24 @@ class Speeds:
     scatter_changes_per_second: float
     encode_peak_extra_bytes: int
     decode_peak_extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchors:
+    """A version stored complete. Speeds in GB/s of its bf16 bits, on one thread unless said."""
+
+    input: str
+    share: float
+    """Bytes of all chunks, of those of the bits."""
+    encode: float
+    encode_two_threads: float
+    decode: float
+    """From chunks to bits whose digests agree with what the chunks state."""
+    decode_two_threads: float
+    digest: float
+    """Digests alone, as a mirror is checked."""
+    copy: float
+    """A copy of the same bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +330,51 @@ def measure(delta: Delta, rounds: int) -> tuple[Sizes, Speeds]:
     return sizes, speeds
 
 
+def measure_anchors(delta: Delta, rounds: int) -> Anchors:
+    """Measure anchors of the newer version of one delta; they are decoded and compared first."""
+    bits = [delta.new[name].reshape(-1) for name in sorted(delta.new)]
+    plans = list(plan_segments([(number, 0, len(part), Dtype.BF16) for number, part in enumerate(bits)]))
+
+    def encode(plan: ChunkPlan) -> bytes:
+        return encode_chunk(
+            plan.dtype, plan.segments, None, [bits[s.tensor][s.start : s.stop] for s in plan.segments]
+        ).payload
+
+    def decode(payload: bytes) -> DecodedChunk:
+        return decode_chunk(payload, schema=None, base=None)
+
+    payloads = list(map(encode, plans))
+    for payload in payloads:
+        for patch in decode(payload).patches:
+            if not np.array_equal(patch.values, bits[patch.tensor][patch.start : patch.start + patch.count]):
+                raise SystemExit("decoded bits differ from those encoded")
+    timed: dict[str, list[float]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        works: dict[str, Callable[[], object]] = {
+            "encode": lambda: [encode(plan) for plan in plans],
+            "encode two": lambda: list(pool.map(encode, plans)),
+            "decode": lambda: [decode(payload).digest_changes for payload in payloads],
+            "decode two": lambda: list(pool.map(lambda payload: decode(payload).digest_changes, payloads)),
+            "digest": lambda: [digest_bits(part) for part in bits],
+            "copy": lambda: [part.copy() for part in bits],
+        }
+        for _ in range(rounds):
+            for name, work in works.items():
+                timed.setdefault(name, []).append(seconds(work))
+    num_bytes = sum(part.nbytes for part in bits)
+    speed = {name: num_bytes / 1e9 / statistics.median(times) for name, times in timed.items()}
+    return Anchors(
+        input=delta.name,
+        share=sum(map(len, payloads)) / num_bytes,
+        encode=speed["encode"],
+        encode_two_threads=speed["encode two"],
+        decode=speed["decode"],
+        decode_two_threads=speed["decode two"],
+        digest=speed["digest"],
+        copy=speed["copy"],
+    )
+
+
 def value_stream_bytes(old: Words, new: Words) -> int:
     """Return what signs, tokens, tables and raw bits of these changes take in classed bodies."""
     total = 0
@@ -358,7 +422,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def show(sizes: Sequence[Sizes], speeds: Sequence[Speeds], calibration: Sequence[Calibration]) -> None:
+def show(
+    sizes: Sequence[Sizes], speeds: Sequence[Speeds], anchors: Sequence[Anchors], calibration: Sequence[Calibration]
+) -> None:
     print("Bytes per changed element")
     table(
         ["input", "changed", "bound", "payload", "x bound", "all", "x bound", "% of full", "x ARCv3", "x best",
@@ -390,6 +456,17 @@ def show(sizes: Sequence[Sizes], speeds: Sequence[Speeds], calibration: Sequence
                 number(s.decode_peak_extra_bytes / 1e6, 0),
             ]
             for s in speeds
+        ],
+    )  # fmt: skip
+    print("Anchors: bytes of raw, and GB/s of bf16 (2: two threads)")
+    table(
+        ["input", "of raw", "encode", "decode", "encode 2", "decode 2", "digest", "copy"],
+        [
+            [
+                a.input, number(a.share), number(a.encode, 2), number(a.decode, 2), number(a.encode_two_threads, 2),
+                number(a.decode_two_threads, 2), number(a.digest, 2), number(a.copy, 2),
+            ]
+            for a in anchors
         ],
     )  # fmt: skip
     print("Value streams in MB, 20 M standard normal elements with noise (NeMo-DCR, Table 2)")
@@ -424,19 +501,21 @@ def main() -> None:
     print(f"kernel: {'none, pure NumPy' if native is None else native.isa.name.lower()}; {platform.platform()}")
     if not arc_is_installed():
         print("ARC is NOT measured: pip install fireworks-delta-compression==0.1.0 (benchmarks only)")
-    sizes, speeds = [], []
+    sizes, speeds, anchors = [], [], []
     for delta in deltas(arguments.trace, num_elements):
         of_delta = measure(delta, rounds)
         sizes.append(of_delta[0])
         speeds.append(of_delta[1])
+        anchors.append(measure_anchors(delta, rounds))
     calibration = calibrate(1_000_000 if arguments.smoke else 20_000_000)
-    show(sizes, speeds, calibration)
+    show(sizes, speeds, anchors, calibration)
     if arguments.json:
         figures = {
             "machine": platform.platform(),
             "kernel": None if native is None else native.isa.name.lower(),
             "sizes": [asdict(row) for row in sizes],
             "speeds": [asdict(row) for row in speeds],
+            "anchors": [asdict(row) for row in anchors],
             "calibration": [asdict(row) for row in calibration],
         }
         arguments.json.write_text(json.dumps(figures, indent=1))

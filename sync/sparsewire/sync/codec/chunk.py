@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, parse_chunk, seal
 from sparsewire.sync.codec.cuts import fit_partition
-from sparsewire.sync.codec.dense import decode_dense, encode_dense
+from sparsewire.sync.codec.dense import Piece, decode_dense, dense_size, encode_dense
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
 from sparsewire.sync.codec.reference import Reference, join_bits
 from sparsewire.sync.codec.sparse import encode_sparse, estimate_sparse_size, parse_sparse
@@ -118,14 +118,12 @@ def decode_chunk(
     dense = _parse_dense(chunk)
     bases = _fetch_bases(chunk, base)
     patches, digests = _decode_changes(chunk, bases)
-    at = 0
-    for number, (segment, mode) in enumerate(zip(chunk.segments, chunk.modes, strict=True)):
-        if mode is Mode.DENSE:
-            undo = None if chunk.is_anchor else bases[number].copy()
-            patches.append(_dense_patch(segment, undo, dense[at : at + segment.count]))
-            at += segment.count
+    numbers = [number for number, mode in enumerate(chunk.modes) if mode is Mode.DENSE]
+    for number, (bits, _) in zip(numbers, dense, strict=True):
+        undo = None if chunk.is_anchor else bases[number].copy()
+        patches.append(_dense_patch(chunk.segments[number], undo, bits))
     patches.sort(key=_place)
-    changes = _digest_changes(patches, digests)
+    changes = _digest_changes(patches, digests, [digest for _, digest in dense])
     found = sum(changes.values(), ZERO)
     if found != chunk.check:
         if chunk.is_anchor:
@@ -147,9 +145,10 @@ def _check_input(dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits] 
     for before, after in pairwise(segments):
         if (after.tensor, after.start) < (before.tensor, before.stop):
             raise ValueError(f"chunk: segments {before} and {after} overlap or descend")
+    kind = dtype.bits
     for arrays in (new, old or ()):
         for segment, bits in zip(segments, arrays, strict=False):
-            if bits.shape != (segment.count,) or bits.dtype != dtype.bits:
+            if bits.shape != (segment.count,) or bits.dtype != kind:
                 raise ValueError(
                     f"chunk: {bits.dtype} bits of shape {bits.shape} for {segment.count} elements of {dtype}"
                 )
@@ -166,7 +165,7 @@ def _encode_base_free(
         patch = _sparse_patch(segment, positions + segment.start, before[positions], after[positions])
         if not len(positions):
             modes.append(Mode.UNCHANGED)
-        elif CROWDED * len(positions) > segment.count and len(encode_dense(after)) < estimate_sparse_size(
+        elif CROWDED * len(positions) > segment.count and dense_size(after) < estimate_sparse_size(
             dtype, positions, before[positions], after[positions]
         ):
             modes.append(Mode.DENSE)
@@ -199,7 +198,7 @@ def _encode_classed(
     crowded = [number for number, what in enumerate(found) if what == Found.CROWDED]
     for number in crowded:
         estimate = fit_partition([old[number]], [new[number]]).num_bits / 8
-        wishes[number] = Wish.SKIP if len(encode_dense(new[number])) < estimate else Wish.CLASSED
+        wishes[number] = Wish.SKIP if dense_size(new[number]) < estimate else Wish.CLASSED
     has_body = Wish.CLASSED in wishes or Found.CLASSED in found
     if has_body and len(small := _small_unchanged(segments, found)) > MANY_SMALL:
         for number in small:
@@ -289,8 +288,12 @@ def _seal(
     changes: bytes = b"",
     cuts: bytes | None = None,
 ) -> EncodedChunk:
-    dense = [patch.values for patch in patches if patch.indices is None]
-    digest_changes = _digest_changes(patches, digests)
+    whole = [patch for patch in patches if patch.indices is None]
+    dense: Sequence[Piece] = []
+    dense_digests: Sequence[TensorDigest] = []
+    if whole:
+        dense, dense_digests = encode_dense([patch.values for patch in whole], starts=[patch.start for patch in whole])
+    digest_changes = _digest_changes(patches, digests, dense_digests)
     payload = seal(
         dtype=dtype,
         is_anchor=any(patch.undo is None for patch in patches),
@@ -298,7 +301,7 @@ def _seal(
         modes=modes,
         num_changed=sum(patch.num_changed for patch in patches if patch.indices is not None),
         changes=changes,
-        dense=encode_dense(join_bits(dense)) if dense else b"",
+        dense=dense,
         check=sum(digest_changes.values(), ZERO),
     )
     return EncodedChunk(
@@ -306,13 +309,19 @@ def _seal(
     )
 
 
-def _digest_changes(patches: Sequence[TensorPatch], digests: Sequence[Sequence[int]] | None) -> dict[int, TensorDigest]:
-    """Return what the patches add to the digests of tensors; `digests` has it of each sparse one where it is known."""
+def _digest_changes(
+    patches: Sequence[TensorPatch], digests: Sequence[Sequence[int]] | None, dense_digests: Sequence[TensorDigest]
+) -> dict[int, TensorDigest]:
+    """Return what the patches add to the digests of tensors.
+
+    `digests` has it of each sparse patch where it is known, `dense_digests` has that of the new bits of each dense one.
+    """
     changes: dict[int, TensorDigest] = {}
     known = None if digests is None else iter(digests)
+    whole = iter(dense_digests)
     for patch in patches:
         if patch.indices is None:
-            change = digest_bits(patch.values, start=patch.start)
+            change = next(whole)
             if patch.undo is not None:
                 change -= digest_bits(patch.undo, start=patch.start)
         elif known is not None:
@@ -336,12 +345,19 @@ def _check_schema(chunk: ParsedChunk, schema: Schema) -> None:
             )
 
 
-def _parse_dense(chunk: ParsedChunk) -> Bits:
-    if Mode.DENSE in chunk.modes:
-        return decode_dense(chunk.dense, chunk.dtype, chunk.count(Mode.DENSE))
+def _parse_dense(chunk: ParsedChunk) -> list[tuple[Bits, TensorDigest]]:
+    """Return the new bits of each dense segment, and their digest."""
+    segments = [segment for segment, mode in zip(chunk.segments, chunk.modes, strict=True) if mode is Mode.DENSE]
+    if segments:
+        return decode_dense(
+            chunk.dense,
+            chunk.dtype,
+            counts=[segment.count for segment in segments],
+            starts=[segment.start for segment in segments],
+        )
     if len(chunk.dense):
         raise DamagedError(f"chunk: {len(chunk.dense)} bytes and no dense segment: fetch it again")
-    return np.empty(0, chunk.dtype.bits)
+    return []
 
 
 def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> Mapping[int, Bits]:

@@ -29,7 +29,8 @@ MAX_INTEGER = (1 << 63) - 1
 _MAX_TOKEN = ((62 - _MANTISSA_BITS + 1) << _MANTISSA_BITS) + _IMPLICIT - 1
 MAX_VARINT_BYTES = 9
 
-_RAW, _ZSTD = 0, 1
+RAW, ZSTD = 0, 1
+"""Codings of a byte stream."""
 
 
 def write_varint(out: bytearray, value: int) -> None:
@@ -107,10 +108,10 @@ def write_bytes(out: bytearray, data: Bytes) -> None:
     """
     stored = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data.data) if data.size else b""
     if data.size and len(stored) < data.size:
-        write_varint(out, len(stored) << 1 | _ZSTD)
+        write_varint(out, len(stored) << 1 | ZSTD)
         out += stored
     else:
-        write_varint(out, data.size << 1 | _RAW)
+        write_varint(out, data.size << 1 | RAW)
         out += data.data
 
 
@@ -122,7 +123,7 @@ def read_bytes(reader: Reader, size: int) -> Bytes:
     """
     head = reader.varint()
     stored = reader.take(head >> 1)
-    if head & 1 == _RAW:
+    if head & 1 == RAW:
         if len(stored) != size:
             raise DamagedError(f"chunk: a stream has {len(stored)} bytes instead of {size}: fetch it again")
         return np.frombuffer(stored, np.uint8)

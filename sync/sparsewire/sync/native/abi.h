@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SPARSEWIRE_ABI 1
+#define SPARSEWIRE_ABI 2
 
 enum { SW_MAX_CLASSES = 16, SW_BLOCK_WORDS = 64, SW_WORD = 64, SW_BLOCK = SW_BLOCK_WORDS * SW_WORD };
 

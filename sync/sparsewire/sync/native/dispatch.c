@@ -13,7 +13,10 @@
                                      uint64_t *digest);                                                              \
     int64_t scatter_##level(uint32_t width, void *target, uint64_t size, const int64_t *indices, const void *values, \
                             uint64_t count);                                                                         \
-    int64_t compare_##level(uint32_t width, const void *old_bits, const void *new_bits, uint64_t count);
+    int64_t compare_##level(uint32_t width, const void *old_bits, const void *new_bits, uint64_t count);               \
+    int64_t split_##level(uint32_t width, uint64_t num_segments, uint64_t *table, uint8_t *const *planes);             \
+    int64_t join_##level(uint32_t width, uint64_t num_segments, uint64_t *table, uint8_t *const *planes);              \
+    int64_t crc32_##level(uint32_t crc, const uint8_t *bytes, uint64_t size);
 
 SW_DECLARE(base)
 
@@ -40,7 +43,7 @@ SW_EXPORT int32_t sparsewire_best_isa(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-                     __builtin_cpu_supports("popcnt");
+                     __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("pclmul");
     const int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
@@ -81,4 +84,22 @@ SW_EXPORT int64_t sparsewire_scatter(int32_t isa, uint32_t width, void *target, 
 SW_EXPORT int64_t sparsewire_compare(int32_t isa, uint32_t width, const void *old_bits, const void *new_bits,
                                      uint64_t count) {
     SW_CALL(compare, width, old_bits, new_bits, count)
+}
+
+/* Turns the new bits of segments into byte planes, one address for each byte of an element, lowest byte first; each has as
+ * many bytes as there are elements. Fills the rows of digests with those of the new bits. Width 2, 4 or 8. */
+SW_EXPORT int64_t sparsewire_split(int32_t isa, uint32_t width, uint64_t num_segments, uint64_t *table,
+                                   uint8_t *const *planes) {
+    SW_CALL(split, width, num_segments, table, planes)
+}
+
+/* The inverse: writes the new bits of segments, and their digests. */
+SW_EXPORT int64_t sparsewire_join(int32_t isa, uint32_t width, uint64_t num_segments, uint64_t *table,
+                                  uint8_t *const *planes) {
+    SW_CALL(join, width, num_segments, table, planes)
+}
+
+/* The checksum of bytes that follow others with checksum `crc`; 0 at the beginning. Bit by bit, thus slow, on BASE. */
+SW_EXPORT int64_t sparsewire_crc32(int32_t isa, uint32_t crc, const uint8_t *bytes, uint64_t size) {
+    SW_CALL(crc32, crc, bytes, size)
 }

@@ -4,9 +4,11 @@
  * function is compiled once per element width, so that the loops know it.
  */
 #include "abi.h"
+#include "crc.h"
 #include "decode.h"
 #include "digest.h"
 #include "encode.h"
+#include "planes.h"
 #include "platform.h"
 #include "sample.h"
 
@@ -82,3 +84,23 @@ SW_INLINE int64_t compare_arrays(const uint8_t *old, const uint8_t *new_, uint64
 int64_t SW_NAME(compare)(uint32_t width, const void *old, const void *new_, uint64_t count) {
     SW_BY_WIDTH(width, compare_arrays(old, new_, count, w))
 }
+
+int64_t SW_NAME(split)(uint32_t width, uint64_t num_segments, uint64_t *table, uint8_t *const *planes) {
+    switch (width) {
+    case 2: return turn_segments(num_segments, table, planes, 0, 2);
+    case 4: return turn_segments(num_segments, table, planes, 0, 4);
+    case 8: return turn_segments(num_segments, table, planes, 0, 8);
+    default: return SW_UNSUPPORTED;
+    }
+}
+
+int64_t SW_NAME(join)(uint32_t width, uint64_t num_segments, uint64_t *table, uint8_t *const *planes) {
+    switch (width) {
+    case 2: return turn_segments(num_segments, table, planes, 1, 2);
+    case 4: return turn_segments(num_segments, table, planes, 1, 4);
+    case 8: return turn_segments(num_segments, table, planes, 1, 8);
+    default: return SW_UNSUPPORTED;
+    }
+}
+
+int64_t SW_NAME(crc32)(uint32_t crc, const uint8_t *bytes, uint64_t size) { return crc32_of(crc, bytes, size); }
