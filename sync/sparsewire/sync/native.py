@@ -44,7 +44,7 @@ _TOO_SMALL = -7
 """SW_TOO_SMALL of native/abi.h."""
 _WRONG_LAST_CHANGE = -8
 """SW_WRONG_LAST_CHANGE of native/abi.h."""
-_KEPT_SCRATCH_BYTES = 32 << 20
+_KEPT_SCRATCH_BYTES = 40 << 20
 """Work space beyond this is given back after a call; chunks of usual density need less."""
 
 Counts = npt.NDArray[np.uint64]

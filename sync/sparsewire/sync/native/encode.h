@@ -59,13 +59,13 @@ struct encoder {
     uint8_t *raw;
     uint8_t *exceptions;
     uint16_t *words;                   /* filled from its end */
+    uint8_t *body;                     /* all streams, assembled */
     int has_last;                      /* the next four exist */
     uint32_t *hints;                   /* aligned with ranks: SW_HINTED and the step from the prediction, or 0 */
     uint32_t *record_hints;            /* the same by record */
     uint8_t *plain_steps;              /* of one class: those without a hint, and those from predictions */
     uint8_t *predicted_steps;
     uint64_t words_capacity;
-    uint8_t *body;                     /* all of the above, assembled */
 };
 
 #define SW_HINTED (1u << 16)
@@ -82,6 +82,7 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
     e->frequencies = take_scratch(base, &used, 2 * SW_MAX_TOKENS * SW_MAX_PARTS);
     e->minus_one = take_scratch(base, &used, SW_WORD * 8);
     e->plus_one = take_scratch(base, &used, SW_WORD * 8);
+    const uint64_t streams_at = used;
     e->head = take_scratch(base, &used, SW_MAX_HEAD_BYTES);
     /* Rice codes of a class take no more bits than it has elements: parameter 0 reaches that. */
     e->remainders = take_scratch(base, &used, num_elements / 8 + 64);
@@ -91,13 +92,13 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
     e->exceptions = take_scratch(base, &used, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
     e->words = take_scratch(base, &used, 2 * num_changed + 64);
     e->words_capacity = num_changed + 32;
+    e->body = take_scratch(base, &used, used - streams_at);
     if (e->has_last) {
         e->hints = take_scratch(base, &used, 4 * listed);
         e->record_hints = take_scratch(base, &used, 4 * num_changed);
         e->plain_steps = take_scratch(base, &used, width * num_changed);
         e->predicted_steps = take_scratch(base, &used, width * num_changed);
     }
-    e->body = take_scratch(base, &used, used);
     return used;
 }
 
