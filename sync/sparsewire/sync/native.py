@@ -24,7 +24,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparsewire.sync.errors import ConfigError, DamagedError, SparsewireError, UnsupportedFormatError, WrongBaseError
+from sparsewire.sync.errors import (
+    ConfigError,
+    DamagedError,
+    LastChangeMissingError,
+    SparsewireError,
+    UnsupportedFormatError,
+    WrongBaseError,
+)
 from sparsewire.sync.types import Bits, Indices
 
 _log = logging.getLogger(__name__)
@@ -36,7 +43,9 @@ LIBRARY = Path(__file__).with_name("native") / "kernel.so"
 
 _TOO_SMALL = -7
 """SW_TOO_SMALL of native/abi.h."""
-_KEPT_SCRATCH_BYTES = 32 << 20
+_WRONG_LAST_CHANGE = -8
+"""SW_WRONG_LAST_CHANGE of native/abi.h."""
+_KEPT_SCRATCH_BYTES = 40 << 20
 """Work space beyond this is given back after a call; chunks of usual density need less."""
 
 Counts = npt.NDArray[np.uint64]
@@ -131,6 +140,9 @@ class _Encode(ctypes.Structure):
         ("new_at", _U64),
         ("body_at", _U64),
         ("body_bytes", _U64),
+        ("num_last", _U64),
+        ("last_places", _POINTER),
+        ("last_bits", _POINTER),
     )
 
 
@@ -148,6 +160,9 @@ class _Decode(ctypes.Structure):
         ("indices_at", _U64),
         ("old_at", _U64),
         ("new_at", _U64),
+        ("num_last", _U64),
+        ("last_places", _POINTER),
+        ("last_bits", _POINTER),
     )
 
 
@@ -204,11 +219,13 @@ class Kernel:
         cuts: bytes,
         crowded: int,
         wishes: Sequence[Wish] | None = None,
+        last: LastBits | None = None,
     ) -> NativeEncoding:
         """Find and encode what changed in segments of equal dtype, in one pass over their flat bits; at least one.
 
         `starts` are the segments' first positions in their tensors. A segment in which more than one element in
-        `crowded` changed is left out unless `wishes` asks for it; without `wishes` all are AUTO.
+        `crowded` changed is left out unless `wishes` asks for it; without `wishes` all are AUTO. With `last`, what the
+        change before replaced in all segments, two-byte elements are taken to be bfloat16 and predicted where it pays.
 
         Raises:
             ValueError: cuts do not ascend, bits are not contiguous, or there are more than 2^24 elements.
@@ -223,8 +240,10 @@ class Kernel:
             table=_address(table),
             crowded=crowded,
         )
+        kept = _give_last(job, last)
         scratch = self._scratch
         code = self._run(self._library.sparsewire_encode, job)
+        del kept
         if code:
             raise ValueError(
                 f"kernel: cuts {list(cuts)} do not ascend, or more than 2^24 elements in {len(new)} segments"
@@ -243,14 +262,21 @@ class Kernel:
         return result
 
     def decode(
-        self, body: memoryview | bytes, *, num_changed: int, old: Sequence[Bits], starts: Sequence[int]
+        self,
+        body: memoryview | bytes,
+        *,
+        num_changed: int,
+        old: Sequence[Bits],
+        starts: Sequence[int],
+        last: LastBits | None = None,
     ) -> NativeDecoding:
         """Decode a classed body against the flat bits of its segments, at least one.
 
         Raises:
             DamagedError: the bytes are unsound.
             UnsupportedFormatError: the body has flags that this build does not know.
-            WrongBaseError: the base has other classes than the one that the body was made from.
+            WrongBaseError: the base has other classes than the one that the body was made from, or `last` is another.
+            LastChangeMissingError: the body is coded against the change before and `last` is None.
             ValueError: bits are not contiguous.
         """
         dtype = old[0].dtype
@@ -264,8 +290,14 @@ class Kernel:
             num_segments=len(old),
             table=_address(table),
         )
+        kept = _give_last(job, last)
         scratch = self._scratch
         code = self._run(self._library.sparsewire_decode, job)
+        del kept
+        if code == _WRONG_LAST_CHANGE and last is None:
+            raise LastChangeMissingError(
+                "chunk: it is coded against the change before, which is not at hand: take a path without such links"
+            )
         if code:
             raise _refusal(code)
         result = NativeDecoding(
@@ -402,6 +434,10 @@ _REFUSALS: dict[int, SparsewireError] = {
         "held here; catch up from an anchor"
     ),
     -6: UnsupportedFormatError("chunk: flags of its classed body are unknown to this build: upgrade the older side"),
+    _WRONG_LAST_CHANGE: WrongBaseError(
+        "chunk: the change before has other changes in common with it than it states: it was made from another one than "
+        "that held here; catch up by another path"
+    ),
 }
 """By the error codes of native/abi.h."""
 
@@ -421,6 +457,17 @@ def _addresses(arrays: Sequence[Bits]) -> list[int]:
         if not bits.flags.c_contiguous:
             raise ValueError(f"kernel: bits of shape {bits.shape} are not contiguous: copy them")
     return [bits.ctypes.data for bits in arrays]
+
+
+def _give_last(job: _Encode | _Decode, last: LastBits | None) -> LastBits | None:
+    """Point `job` at the change before; what is returned must live until the call is over."""
+    if last is None:
+        return None
+    places, before = np.ascontiguousarray(last[0], np.int64), np.ascontiguousarray(last[1])
+    if len(places) != len(before) or before.dtype.itemsize != job.width:
+        raise ValueError(f"kernel: {len(places)} places and {len(before)} {before.dtype} bits of the change before")
+    job.num_last, job.last_places, job.last_bits = len(places), _address(places), _address(before)
+    return places, before
 
 
 def _table(

@@ -8,6 +8,9 @@ Decoding returns nothing before the chunk's check agrees: the sum over the chang
               ├─ dense is smaller ─────────────► dense body     (dense.py)
               └─ else, by the run's profile ─┬─► classed body   (classed.py; the reader scans its base)
                                              └─► sparse body    (sparse.py; it reads changed elements only)
+
+A classed body of bfloat16 may be coded against the change before as well, where its writer has it: a *predicted* chunk,
+which only those who hold that change can decode.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from sparsewire.sync.codec.classed import is_predicted
 from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, parse_chunk, seal
 from sparsewire.sync.codec.cuts import fit_partition
 from sparsewire.sync.codec.dense import Piece, decode_dense, dense_size, encode_dense
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
 from sparsewire.sync.codec.reference import Reference, join_bits
 from sparsewire.sync.codec.sparse import encode_sparse, estimate_sparse_size, parse_sparse
-from sparsewire.sync.delta import TensorPatch, changed_positions
+from sparsewire.sync.delta import LastChange, TensorPatch, changed_positions
 from sparsewire.sync.digest import ZERO, TensorDigest, digest_at, digest_bits
-from sparsewire.sync.errors import DamagedError, WrongBaseError
-from sparsewire.sync.native import Found, Kernel, NativeDecoding, NativeEncoding, Wish, kernel
+from sparsewire.sync.errors import DamagedError, UnsupportedFormatError, WrongBaseError
+from sparsewire.sync.native import Found, Kernel, LastBits, NativeDecoding, NativeEncoding, Wish, kernel
 from sparsewire.sync.types import Bits, Dtype, Indices, Schema
 
 CROWDED = 8
@@ -53,6 +57,8 @@ class EncodedChunk:
     """By tensor: what to add to its digest; in an anchor the digest of the ranges covered here."""
     cuts: bytes | None
     """The cuts of the classed body, which also suit the next change of the same elements; None without such a body."""
+    predicted: bool
+    """It takes the change before to decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +82,12 @@ def encode_chunk(
     *,
     profile: Profile = Profile.CLASSED,
     cuts: bytes | None = None,
+    last: LastChange | None = None,
 ) -> EncodedChunk:
     """Encode the change of `segments` from `old` to `new`, flat bits of each range; `old` None makes an anchor chunk.
 
-    In the classed profile `cuts` are those of an earlier change of the same elements; None fits them to this one.
+    In the classed profile `cuts` are those of an earlier change of the same elements; None fits them to this one. With
+    `last`, the change that led to `old`, a bfloat16 chunk may come out predicted: it does where that is smaller.
     Equal input gives equal bytes for one version of zstd. Extra memory is some multiple of the bits given.
 
     Raises:
@@ -94,22 +102,27 @@ def encode_chunk(
         return _seal(dtype, segments, [], [], num_changed=0)
     if profile is Profile.BASE_FREE:
         return _encode_base_free(dtype, segments, old, new)
-    return _encode_classed(dtype, segments, old, new, cuts)
+    return _encode_classed(dtype, segments, old, new, cuts, last)
 
 
 def decode_chunk(
-    payload: bytes | memoryview, *, schema: Schema | None, base: Callable[[Segment], Bits] | None
+    payload: bytes | memoryview,
+    *,
+    schema: Schema | None,
+    base: Callable[[Segment], Bits] | None,
+    last: LastChange | None = None,
 ) -> DecodedChunk:
     """Decode one chunk against its base and prove the result by the chunk's check.
 
     `base` returns the flat bits that the receiver holds for a range; it is asked for changed segments only, and of
     sparse ones only the changed elements are read. It may be None for anchors. With a `schema`, every segment must
-    lie within its tensor.
+    lie within its tensor. `last` is the change that led to the base; only predicted chunks look at it.
 
     Raises:
         DamagedError: the bytes are not a sound chunk, or do not fit the schema.
         UnsupportedFormatError: unknown format number, dtype, flag or mode.
-        WrongBaseError: the bits of `base` are not those that the chunk was made from.
+        WrongBaseError: the bits of `base`, or those that `last` replaced, are not those that the chunk was made from.
+        LastChangeMissingError: the chunk is predicted and `last` is None.
     """
     chunk = parse_chunk(payload)
     if schema is not None:
@@ -117,7 +130,7 @@ def decode_chunk(
     # The dense body is read before the base, so that what is wrong with the bytes is said to be damage.
     dense = _parse_dense(chunk)
     bases = _fetch_bases(chunk, base)
-    patches, digests = _decode_changes(chunk, bases)
+    patches, digests = _decode_changes(chunk, bases, last)
     numbers = [number for number, mode in enumerate(chunk.modes) if mode is Mode.DENSE]
     for number, (bits, _) in zip(numbers, dense, strict=True):
         undo = None if chunk.is_anchor else bases[number].copy()
@@ -184,13 +197,19 @@ def _encode_base_free(
 
 
 def _encode_classed(
-    dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits], new: Sequence[Bits], cuts: bytes | None
+    dtype: Dtype,
+    segments: Sequence[Segment],
+    old: Sequence[Bits],
+    new: Sequence[Bits],
+    cuts: bytes | None,
+    last: LastChange | None,
 ) -> EncodedChunk:
     coder = _coder()
+    replaced = None if last is None or dtype is not Dtype.BF16 else _replaced(last, segments)
     old, new = ([np.ascontiguousarray(bits) for bits in arrays] for arrays in (old, new))
     starts = [segment.start for segment in segments]
     used = fit_partition(old, new).cuts if cuts is None else cuts
-    encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED)
+    encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED, last=replaced)
     num_changed = sum(encoding.num_changed.tolist())
     # Plain lists from here on: most chunks have few segments, for which every call of NumPy costs more than it saves.
     found = encoding.found.tolist()
@@ -207,7 +226,7 @@ def _encode_classed(
     if rest and (Wish.CLASSED in wishes or (crowded and cuts is None)):
         if cuts is None:
             used = fit_partition([old[number] for number in rest], [new[number] for number in rest]).cuts
-        encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED, wishes=wishes)
+        encoding = coder.encode(old, new, starts=starts, cuts=used, crowded=CROWDED, wishes=wishes, last=replaced)
         found = encoding.found.tolist()
     modes = [
         Mode.UNCHANGED if what == Found.UNCHANGED else Mode.CLASSED if what == Found.CLASSED else Mode.DENSE
@@ -228,8 +247,23 @@ def _encode_classed(
         digests=[terms for terms, count in zip(encoding.digests.tolist(), in_body, strict=True) if count],
         changes=encoding.body,
         cuts=used if Mode.CLASSED in modes else None,
+        predicted=is_predicted(encoding.body),
         num_changed=num_changed,
     )
+
+
+def _replaced(last: LastChange, segments: Sequence[Segment]) -> LastBits | None:
+    """Return what `last` replaced in the space that the segments make end to end; None if nothing."""
+    places, before, origin = [], [], 0
+    for segment in segments:
+        found = last.within(segment.tensor, segment.start, segment.count)
+        if found is not None:
+            places.append(found[0] + origin if origin else found[0])
+            before.append(found[1])
+        origin += segment.count
+    if not places:
+        return None
+    return (places[0], before[0]) if len(places) == 1 else (np.concatenate(places), np.concatenate(before))
 
 
 def _small_unchanged(segments: Sequence[Segment], found: Sequence[int]) -> list[int]:
@@ -287,6 +321,7 @@ def _seal(
     digests: Sequence[Sequence[int]] | None = None,
     changes: bytes = b"",
     cuts: bytes | None = None,
+    predicted: bool = False,
 ) -> EncodedChunk:
     whole = [patch for patch in patches if patch.indices is None]
     dense: Sequence[Piece] = []
@@ -305,7 +340,12 @@ def _seal(
         check=sum(digest_changes.values(), ZERO),
     )
     return EncodedChunk(
-        payload=payload, patches=tuple(patches), num_changed=num_changed, digest_changes=digest_changes, cuts=cuts
+        payload=payload,
+        patches=tuple(patches),
+        num_changed=num_changed,
+        digest_changes=digest_changes,
+        cuts=cuts,
+        predicted=predicted,
     )
 
 
@@ -381,7 +421,7 @@ def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> 
 
 
 def _decode_changes(
-    chunk: ParsedChunk, bases: Mapping[int, Bits]
+    chunk: ParsedChunk, bases: Mapping[int, Bits], last: LastChange | None
 ) -> tuple[list[TensorPatch], Sequence[Sequence[int]] | None]:
     """Return the patches of changed sparse or classed segments, and their digests where the coder has them."""
     numbers = [number for number, mode in enumerate(chunk.modes) if mode is chunk.profile.mode]
@@ -393,11 +433,18 @@ def _decode_changes(
     old = [bases[number] for number in numbers]
     if chunk.profile is Profile.BASE_FREE:
         return _decode_base_free(chunk, segments, old), None
+    replaced = None
+    if is_predicted(chunk.changes):
+        if chunk.dtype is not Dtype.BF16:
+            raise UnsupportedFormatError(f"chunk: predictions of {chunk.dtype} are unknown: upgrade the older side")
+        if last is not None:
+            replaced = _replaced(last, segments) or (np.empty(0, np.int64), np.empty(0, chunk.dtype.bits))
     decoding = _coder().decode(
         chunk.changes,
         num_changed=chunk.num_changed,
         old=[np.ascontiguousarray(bits) for bits in old],
         starts=[segment.start for segment in segments],
+        last=replaced,
     )
     num_changed = decoding.num_changed.tolist()
     digests = [terms for terms, count in zip(decoding.digests.tolist(), num_changed, strict=True) if count]

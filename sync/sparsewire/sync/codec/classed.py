@@ -223,6 +223,11 @@ def _wide_parts(steps: Bits, from_prediction: Bits, hinted: npt.NDArray[np.bool_
     return (parts, num_hinted) if extra + sum(p.cost for p in parts) < whole[0].cost else (whole, 0)
 
 
+def is_predicted(body: bytes | memoryview) -> bool:
+    """Return whether it takes the change before to decode a body, which may be empty."""
+    return len(body) > 0 and bool(body[0] & PREDICTED_FLAG)
+
+
 def parse_classed(body: memoryview, *, num_changed: int, num_elements: int, width: int) -> ParsedBody:
     """Read and check what `encode_classed` wrote, as far as it goes without the base.
 

@@ -31,7 +31,8 @@ enum sparsewire_error {
     SW_DAMAGED_STEPS = -4,      /* signs, raw bits or exceptions are unsound */
     SW_WRONG_BASE = -5,         /* the classes of the base have other sizes than the writer's */
     SW_UNSUPPORTED = -6,        /* flags that this build does not know */
-    SW_TOO_SMALL = -7           /* scratch is too small: the job states what it takes; call again */
+    SW_TOO_SMALL = -7,          /* scratch is too small: the job states what it takes; call again */
+    SW_WRONG_LAST_CHANGE = -8   /* the change before is another one than the writer's */
 };
 
 /* Segments are given as a table of numbers, one row after the other, each with an entry for every segment. */
@@ -72,9 +73,13 @@ struct sparsewire_encode {
     uint64_t new_at;           /* out: and after */
     uint64_t body_at;          /* out: the body */
     uint64_t body_bytes;       /* out: 0 when nothing is in it */
+    uint64_t num_last;         /* the change before, for elements of 2 bytes, which are then bfloat16; see below */
+    const int64_t *last_places; /* NULL to do without */
+    const uint8_t *last_bits;
 };
 
-/* Reads a classed body against the base. Results lie in scratch. */
+/* Reads a classed body against the base. Results lie in scratch. The change before, which bodies with predictions need, is
+ * given by ascending places in the space of all segments of the job, end to end, and the bits that it replaced there. */
 struct sparsewire_decode {
     uint32_t width;
     uint32_t reserved;
@@ -88,6 +93,9 @@ struct sparsewire_decode {
     uint64_t indices_at;       /* out, as above */
     uint64_t old_at;
     uint64_t new_at;
+    uint64_t num_last;
+    const int64_t *last_places; /* NULL when it is not at hand: bodies that need it are refused as SW_WRONG_LAST_CHANGE */
+    const uint8_t *last_bits;
 };
 
 #endif

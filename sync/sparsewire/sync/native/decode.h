@@ -176,6 +176,46 @@ SW_INLINE int64_t place_unclassed(struct decoder *d, const struct segments *segm
     return 0;
 }
 
+/* Gives changes their new bits again, now that it is known which of them are in the change before and so are predicted. */
+static int64_t settle_predictions(const struct decoder *d, const struct segments *segments, struct records *records,
+                                  struct again *again, const struct last_change *last) {
+    enum { W = SW_PREDICTED_WIDTH };
+    const float gain = (float)d->gain / SW_GAIN_UNIT;
+    /* Of every class the next plain step and the next one from a prediction, and where those end. */
+    uint64_t next[SW_MAX_CLASSES][2], stop[SW_MAX_CLASSES][2];
+    uint32_t has_predictions[SW_MAX_CLASSES];
+    find_again(again, segments, records, 1, last);
+    for (uint64_t i = 0; i < again->num; i++) {
+        const uint32_t old = (uint32_t)load_element(records->old, again->records[i], W);
+        again->before[i] = predict_bits(old, again->before[i], gain);
+    }
+    again->records[again->num] = UINT32_MAX;
+    again->before[again->num] = 0;
+    for (uint32_t class_ = 0; class_ < d->num_classes; class_++) {
+        const struct class_entry *entry = &d->entry[class_];
+        has_predictions[class_] = entry->num_predicted != 0;
+        next[class_][0] = entry->first;
+        next[class_][1] = stop[class_][0] = entry->first + entry->num_changed - entry->num_predicted;
+        stop[class_][1] = entry->first + entry->num_changed;
+    }
+    uint64_t at = 0;
+    uint32_t none_moved = 0;
+    for (uint64_t i = 0; i < records->num; i++) {
+        const uint32_t old = (uint32_t)load_element(records->old, i, W);
+        const uint32_t class_ = d->classes.of_key[key_of(old, W)];
+        const uint32_t is_again = again->records[at] == i;
+        const uint32_t predicted = is_again & has_predictions[class_];
+        const uint32_t from = predicted ? again->before[at] : old;
+        const uint64_t place = next[class_][predicted]++;
+        if (SW_UNLIKELY(place >= stop[class_][predicted])) return SW_WRONG_LAST_CHANGE;
+        const uint32_t new_ = (from + (uint32_t)load_element(d->steps, place, W)) & 0xFFFF;
+        none_moved |= new_ == old;
+        store_element(records->new_, i, new_, W);
+        at += is_again;
+    }
+    return none_moved ? SW_WRONG_LAST_CHANGE : 0;
+}
+
 SW_INLINE int64_t decode_segments(struct sparsewire_decode *job, uint32_t width) {
     const struct segments segments = {job->num_segments, job->table};
     struct decoder d;
@@ -186,12 +226,17 @@ SW_INLINE int64_t decode_segments(struct sparsewire_decode *job, uint32_t width)
     if (refused) return refused;
     const uint64_t records_bytes =
         lay_out_records(&records, job->scratch, job->num_changed + SW_SLACK, width, 0);
-    const uint64_t needed = records_bytes + lay_out_decoder(&d, NULL, job->body_bytes, job->num_changed, width);
+    const struct last_change last = {job->num_last, job->last_places, job->last_bits};
+    struct again again;
+    const uint64_t again_bytes = d.gain ? lay_out_again(&again, NULL, job->num_changed) : 0;
+    const uint64_t needed =
+        records_bytes + again_bytes + lay_out_decoder(&d, NULL, job->body_bytes, job->num_changed, width);
     if (needed > job->scratch_bytes) {
         job->scratch_bytes = needed;
         return SW_TOO_SMALL;
     }
-    lay_out_decoder(&d, job->scratch + records_bytes, job->body_bytes, job->num_changed, width);
+    if (d.gain) lay_out_again(&again, job->scratch + records_bytes, job->num_changed);
+    lay_out_decoder(&d, job->scratch + records_bytes + again_bytes, job->body_bytes, job->num_changed, width);
     memcpy(d.copy, job->body, job->body_bytes);
     memset(d.copy + job->body_bytes, 0, SW_BODY_PADDING);
     move_streams(&d, job->body);
@@ -203,10 +248,15 @@ SW_INLINE int64_t decode_segments(struct sparsewire_decode *job, uint32_t width)
         if (!read_wide_steps(&d, width)) return SW_DAMAGED_STEPS;
     }
     if (!read_unit_steps(&d, width)) return SW_DAMAGED_STEPS;
+    if (d.gain && !last.places) return SW_WRONG_LAST_CHANGE;
     if (d.wrong_base) return SW_WRONG_BASE;
     refused = d.num_classes == 1 ? place_unclassed(&d, &segments, &records, width)
                                  : place_changes(&d, &segments, &records, width);
     if (refused) return refused;
+    if (d.gain) {
+        refused = settle_predictions(&d, &segments, &records, &again, &last);
+        if (refused) return refused;
+    }
     finish_records(&segments, &records, 1, width);
     job->indices_at = (uint64_t)((uint8_t *)records.indices - job->scratch);
     job->old_at = (uint64_t)(records.old - job->scratch);

@@ -6,11 +6,13 @@
 #ifndef SPARSEWIRE_ENCODE_H
 #define SPARSEWIRE_ENCODE_H
 
+#include "predict.h"
 #include "scan.h"
 #include "tokens.h"
 
 /* Elements between the lists of two classes in scratch: whole words of a list are looked at at its end. */
-enum { SW_GUARD = 64, SW_MAX_HEAD_BYTES = 2 + 15 + 16 * (1 + 9 * 3 + 3 + SW_MAX_TOKENS) + 27 };
+enum { SW_GUARD = 64, SW_MAX_PARTS = 2 * SW_MAX_CLASSES,
+       SW_MAX_HEAD_BYTES = 2 + 15 + 16 * (1 + 9 * 4 + 2 * (3 + SW_MAX_TOKENS)) + 28 };
 
 struct bit_writer { uint8_t *at; uint64_t bits; uint32_t filled; };
 
@@ -45,9 +47,9 @@ struct encoder {
     uint32_t *gaps;                    /* of one class */
     uint16_t *tokens;                  /* of all wide classes */
     uint64_t num_tokens;
-    uint64_t first_token[SW_MAX_CLASSES + 1];
-    uint8_t is_wide[SW_MAX_CLASSES];
-    uint16_t (*frequencies)[SW_MAX_TOKENS];
+    uint32_t num_parts;                /* of wide classes: their plain steps, their predicted ones */
+    uint64_t first_token[SW_MAX_PARTS + 1];
+    uint16_t (*frequencies)[SW_MAX_TOKENS]; /* of each part */
     uint8_t *minus_one;                /* a word of steps -1, and one of steps 1 */
     uint8_t *plus_one;
     uint8_t *head;
@@ -57,9 +59,16 @@ struct encoder {
     uint8_t *raw;
     uint8_t *exceptions;
     uint16_t *words;                   /* filled from its end */
+    uint8_t *body;                     /* all streams, assembled */
+    int has_last;                      /* the next four exist */
+    uint32_t *hints;                   /* aligned with ranks: SW_HINTED and the step from the prediction, or 0 */
+    uint32_t *record_hints;            /* the same by record */
+    uint8_t *plain_steps;              /* of one class: those without a hint, and those from predictions */
+    uint8_t *predicted_steps;
     uint64_t words_capacity;
-    uint8_t *body;                     /* all of the above, assembled */
 };
+
+#define SW_HINTED (1u << 16)
 
 /* Lays out scratch; returns the bytes used. With `base` NULL it only counts. */
 static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_elements, uint64_t num_changed,
@@ -70,9 +79,10 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
     e->steps = take_scratch(base, &used, width * listed);
     e->gaps = take_scratch(base, &used, 4 * listed);
     e->tokens = take_scratch(base, &used, 2 * listed);
-    e->frequencies = take_scratch(base, &used, 2 * SW_MAX_TOKENS * SW_MAX_CLASSES);
+    e->frequencies = take_scratch(base, &used, 2 * SW_MAX_TOKENS * SW_MAX_PARTS);
     e->minus_one = take_scratch(base, &used, SW_WORD * 8);
     e->plus_one = take_scratch(base, &used, SW_WORD * 8);
+    const uint64_t streams_at = used;
     e->head = take_scratch(base, &used, SW_MAX_HEAD_BYTES);
     /* Rice codes of a class take no more bits than it has elements: parameter 0 reaches that. */
     e->remainders = take_scratch(base, &used, num_elements / 8 + 64);
@@ -82,13 +92,21 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
     e->exceptions = take_scratch(base, &used, (num_changed / 256 + 2 * SW_MAX_CLASSES) * (5 + width) + 64);
     e->words = take_scratch(base, &used, 2 * num_changed + 64);
     e->words_capacity = num_changed + 32;
-    e->body = take_scratch(base, &used, used);
+    e->body = take_scratch(base, &used, used - streams_at);
+    if (e->has_last) {
+        e->hints = take_scratch(base, &used, 4 * listed);
+        e->record_hints = take_scratch(base, &used, 4 * num_changed);
+        e->plain_steps = take_scratch(base, &used, width * num_changed);
+        e->predicted_steps = take_scratch(base, &used, width * num_changed);
+    }
     return used;
 }
 
-SW_INLINE void move_record(struct encoder *e, const struct records *records, uint64_t from, uint32_t *next, uint32_t width) {
+SW_INLINE void move_record(struct encoder *e, const struct records *records, uint64_t from, uint32_t *next, int hinted,
+                           uint32_t width) {
     const uint32_t to = next[records->classes[from]]++;
     e->ranks[to] = records->ranks[from];
+    if (hinted) e->hints[to] = e->record_hints[from];
     store_element(e->steps, to, load_element(records->new_, from, width) - load_element(records->old, from, width), width);
 }
 
@@ -101,7 +119,7 @@ SW_INLINE void recall(const void *array, uint64_t bytes) {
 
 /* Sorts ranks and steps by class, each class in the order of the records. Four quarters of the records go at once, each to
  * its own part of every list, so that no store has to wait for the place that the one before has taken. */
-SW_INLINE void distribute(struct encoder *e, const struct records *records, uint32_t width) {
+SW_INLINE void distribute(struct encoder *e, const struct records *records, int hinted, uint32_t width) {
     enum { QUARTERS = 4 };
     const uint64_t quarter = records->num / QUARTERS;
     const uint8_t *classes = records->classes;
@@ -129,9 +147,9 @@ SW_INLINE void distribute(struct encoder *e, const struct records *records, uint
         first += SW_GUARD;
     }
     for (uint64_t i = 0; i < quarter; i++) {
-        for (uint32_t part = 0; part < QUARTERS; part++) move_record(e, records, part * quarter + i, next[part], width);
+        for (uint32_t part = 0; part < QUARTERS; part++) move_record(e, records, part * quarter + i, next[part], hinted, width);
     }
-    for (uint64_t i = QUARTERS * quarter; i < records->num; i++) move_record(e, records, i, next[QUARTERS - 1], width);
+    for (uint64_t i = QUARTERS * quarter; i < records->num; i++) move_record(e, records, i, next[QUARTERS - 1], hinted, width);
 }
 
 /* Gaps between changed ranks; returns how many. */
@@ -261,18 +279,24 @@ SW_INLINE uint8_t *put_unit_steps(const struct encoder *e, uint64_t first, uint6
     return exceptions;
 }
 
-/* Tokens to the common list, raw bits to their stream, and the table of the class to the head. */
-SW_INLINE uint8_t *put_wide_steps(struct encoder *e, uint32_t class_, struct bit_writer *raw, uint8_t *head,
-                                  uint32_t width) {
-    const uint64_t num = e->num[class_];
-    const uint32_t num_tokens = num_tokens_of(width);
+/* A step of a part as a token: those from predictions may be 0, and come two later. */
+SW_INLINE struct token token_in_part(uint64_t step, int predicted, uint32_t width) {
+    struct token found = token_of(step, width);
+    if (predicted) found.token = step ? found.token + 2 : 0;
+    return found;
+}
+
+/* Adds the tokens of a part to the common list, raw bits to their stream, and the table to the head. */
+SW_INLINE uint8_t *put_part(struct encoder *e, const uint8_t *steps, uint64_t num, int predicted, struct bit_writer *raw,
+                            uint8_t *head, uint32_t width) {
+    const uint32_t num_tokens = num_tokens_of(width) + (predicted ? 2 : 0);
     uint32_t counted[2][SW_MAX_TOKENS];
     uint8_t codes[SW_MAX_TOKENS];
     uint16_t *tokens = e->tokens + e->num_tokens;
     struct bit_writer local = *raw;
     memset(counted, 0, sizeof counted);
     for (uint64_t i = 0; i < num; i++) {
-        const struct token found = token_of(load_element(e->steps, e->first[class_] + i, width), width);
+        const struct token found = token_in_part(load_element(steps, i, width), predicted, width);
         tokens[i] = (uint16_t)found.token;
         counted[i & 1][found.token]++;
         if (width == 8 && found.num_raw > 32) {
@@ -283,14 +307,11 @@ SW_INLINE uint8_t *put_wide_steps(struct encoder *e, uint32_t class_, struct bit
         }
     }
     *raw = local;
-    uint32_t highest = 0;
-    for (uint32_t token = 0; token < num_tokens; token++) {
-        const uint64_t count = (uint64_t)counted[0][token] + counted[1][token];
-        codes[token] = count ? (uint8_t)code_of_count(count, num) : 0;
-        if (count) highest = token;
-    }
-    frequencies_of_codes(codes, num_tokens, e->frequencies[class_]);
+    for (uint32_t token = 0; token < num_tokens; token++) counted[0][token] += counted[1][token];
+    const uint32_t highest = codes_of_counts(counted[0], num_tokens, num, codes);
+    frequencies_of_codes(codes, num_tokens, e->frequencies[e->num_parts]);
     e->num_tokens += num;
+    e->first_token[++e->num_parts] = e->num_tokens;
     head = put_varint(head, highest);
     struct bit_writer table = {head, 0, 0};
     for (uint32_t token = 0; token <= highest; token++) put_bits(&table, codes[token] != 0, 1);
@@ -300,16 +321,49 @@ SW_INLINE uint8_t *put_wide_steps(struct encoder *e, uint32_t class_, struct bit
     return head + close_bits(&table, head);
 }
 
+/* How often each token occurs among the plain steps with a hint, those without, and the steps from predictions. */
+struct part_counts { uint32_t hinted[SW_MAX_TOKENS], plain[SW_MAX_TOKENS], predicted[SW_MAX_TOKENS]; };
+
+/* Parts the steps of a class by their hints; returns how many have one, or 0 when predictions would not make it smaller. */
+SW_INLINE uint64_t part_steps(struct encoder *e, uint32_t class_, uint32_t width) {
+    const uint64_t num = e->num[class_];
+    const uint32_t *hints = e->hints + e->first[class_];
+    const uint32_t num_tokens = num_tokens_of(width);
+    struct part_counts counts;
+    uint64_t num_plain = 0, num_predicted = 0;
+    memset(&counts, 0, sizeof counts);
+    for (uint64_t i = 0; i < num; i++) {
+        const uint32_t hint = hints[i];
+        const uint32_t hinted = hint >> 16;
+        const uint64_t step = load_element(e->steps, e->first[class_] + i, width);
+        /* Both written, one kept: which it is cannot be foreseen. */
+        store_element(e->plain_steps, num_plain, step, width);
+        store_element(e->predicted_steps, num_predicted, hint, width);
+        num_plain += !hinted;
+        num_predicted += hinted;
+        (hinted ? counts.hinted : counts.plain)[token_of(step, width).token]++;
+    }
+    if (!num_predicted) return 0;
+    for (uint64_t i = 0; i < num_predicted; i++) {
+        counts.predicted[token_in_part(load_element(e->predicted_steps, i, width), 1, width).token]++;
+    }
+    uint64_t parted = cost_of_part(counts.predicted, num_predicted, 1, width);
+    if (num_plain) parted += cost_of_part(counts.plain, num_plain, 0, width);
+    for (uint32_t token = 0; token < num_tokens; token++) counts.plain[token] += counts.hinted[token];
+    uint8_t varint[10];
+    const uint64_t extra = 256 * 8 * (uint64_t)(put_varint(varint, num_predicted) - varint + 1);
+    return extra + parted < cost_of_part(counts.plain, num, 0, width) ? num_predicted : 0;
+}
+
 /* Codes all tokens from the last to the first; returns the first word in reading order. */
-static uint16_t *put_tokens(const struct encoder *e, uint32_t num_classes, uint32_t *states) {
+static uint16_t *put_tokens(const struct encoder *e, uint32_t *states) {
     struct { uint64_t reciprocal; uint32_t frequency, bias, complement; } table[SW_MAX_TOKENS];
     uint16_t *word = e->words + e->words_capacity;
     for (int state = 0; state < SW_STATES; state++) states[state] = SW_LOWEST_STATE;
-    for (uint32_t class_ = num_classes; class_-- > 0;) {
-        if (!e->is_wide[class_]) continue;
+    for (uint32_t part = e->num_parts; part-- > 0;) {
         uint32_t below = 0;
         for (uint32_t token = 0; token < SW_MAX_TOKENS; token++) {
-            const uint32_t frequency = e->frequencies[class_][token];
+            const uint32_t frequency = e->frequencies[part][token];
             if (!frequency) continue;
             /* x / frequency for x below 2^32 is the upper half of a product; for 1 it comes out as x - 1. */
             table[token].reciprocal = frequency == 1 ? ~UINT64_C(0) : ~UINT64_C(0) / frequency + 1;
@@ -318,7 +372,7 @@ static uint16_t *put_tokens(const struct encoder *e, uint32_t num_classes, uint3
             table[token].complement = SW_FREQUENCIES - frequency;
             below += frequency;
         }
-        for (uint64_t i = e->first_token[class_ + 1]; i-- > e->first_token[class_];) {
+        for (uint64_t i = e->first_token[part + 1]; i-- > e->first_token[part];) {
             const uint32_t token = e->tokens[i];
             const uint32_t frequency = table[token].frequency;
             uint32_t x = states[i % SW_STATES];
@@ -340,9 +394,10 @@ SW_INLINE uint8_t *put_block(uint8_t *to, const void *from, uint64_t bytes) {
 
 /* Writes the body of `records` to scratch; returns its length. */
 SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, const struct counts *sizes,
-                              const uint8_t *cuts, uint32_t num_classes, uint32_t width) {
-    e->num_tokens = 0;
-    distribute(e, records, width);
+                              const uint8_t *cuts, uint32_t num_classes, uint32_t gain, uint32_t width) {
+    e->num_tokens = e->num_parts = 0;
+    e->first_token[0] = 0;
+    distribute(e, records, gain != 0, width);
     for (uint32_t i = 0; i < SW_WORD; i++) {
         store_element(e->minus_one, i, ~UINT64_C(0), width);
         store_element(e->plus_one, i, 1, width);
@@ -356,12 +411,10 @@ SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, 
     struct bit_writer signs = {e->signs, 0, 0};
     struct bit_writer raw = {e->raw, 0, 0};
     uint8_t *exceptions = e->exceptions;
-    uint32_t any_wide = 0;
+    uint32_t any_predicted = 0;
     for (uint32_t class_ = 0; class_ < num_classes; class_++) {
         const uint64_t num = e->num[class_];
         const uint64_t unchanged = sizes->of[class_] - num;
-        e->is_wide[class_] = 0;
-        e->first_token[class_] = e->first_token[class_ + 1] = e->num_tokens;
         head = put_varint(head, num);
         if (!num) continue;
         const uint32_t inverse = 8 * unchanged < 5 * num;
@@ -375,13 +428,18 @@ SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, 
         const uint64_t limit = num / 256 > 2 ? num / 256 : 2;
         const uint64_t num_exceptions = count_exceptions(e, e->first[class_], num, limit, width);
         const uint32_t wide = num_exceptions > 2 && 256 * num_exceptions > num;
-        *head++ = (uint8_t)(r | inverse << 5 | wide << 6 | (uint32_t)(!wide && num_exceptions) << 7);
+        const uint64_t num_predicted =
+            width == SW_PREDICTED_WIDTH && wide && gain ? part_steps(e, class_, width) : 0;
+        const uint32_t extra = wide ? num_predicted != 0 : num_exceptions != 0;
+        *head++ = (uint8_t)(r | inverse << 5 | wide << 6 | extra << 7);
         if (inverse) head = put_varint(head, unchanged);
-        if (wide) {
-            e->is_wide[class_] = 1;
-            any_wide = 1;
-            head = put_wide_steps(e, class_, &raw, head, width);
-            e->first_token[class_ + 1] = e->num_tokens;
+        if (num_predicted) {
+            any_predicted = 1;
+            head = put_varint(head, num_predicted);
+            if (num_predicted < num) head = put_part(e, e->plain_steps, num - num_predicted, 0, &raw, head, width);
+            head = put_part(e, e->predicted_steps, num_predicted, 1, &raw, head, width);
+        } else if (wide) {
+            head = put_part(e, e->steps + e->first[class_] * width, num, 0, &raw, head, width);
         } else {
             if (num_exceptions) head = put_varint(head, num_exceptions);
             exceptions = put_unit_steps(e, e->first[class_], num, &signs, exceptions, width);
@@ -394,28 +452,47 @@ SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, 
     const uint64_t exception_bytes = (uint64_t)(exceptions - e->exceptions);
     uint32_t states[SW_STATES];
     const uint16_t *words = e->words + e->words_capacity;
+    if (any_predicted) {
+        e->head[0] = SW_PREDICTED_FLAG;
+        *head++ = (uint8_t)gain;
+    }
     head = put_varint(head, unary_bytes);
-    if (any_wide) {
-        words = put_tokens(e, num_classes, states);
+    if (e->num_parts) {
+        words = put_tokens(e, states);
         head = put_varint(head, (uint64_t)(e->words + e->words_capacity - words));
         head = put_varint(head, raw_bytes);
     }
     const uint64_t head_bytes = (uint64_t)(head - e->head);
     const uint64_t word_bytes = 2 * (uint64_t)(e->words + e->words_capacity - words);
-    const uint64_t token_bytes = any_wide ? sizeof states + word_bytes : 0;
+    const uint64_t token_bytes = e->num_parts ? sizeof states + word_bytes : 0;
     const uint64_t total =
         head_bytes + remainder_bytes + unary_bytes + sign_bytes + token_bytes + raw_bytes + exception_bytes;
     uint8_t *to = put_block(e->body, e->head, head_bytes);
     to = put_block(to, e->remainders, remainder_bytes);
     to = put_block(to, e->unary, unary_bytes);
     to = put_block(to, e->signs, sign_bytes);
-    if (any_wide) {
+    if (e->num_parts) {
         to = put_block(to, states, sizeof states);
         to = put_block(to, words, word_bytes);
     }
     to = put_block(to, e->raw, raw_bytes);
     put_block(to, e->exceptions, exception_bytes);
     return total;
+}
+
+/* Notes for every record where it was headed; returns the gain, 0 when the change before has none of them. */
+static uint32_t hint_records(struct encoder *e, const struct records *records, const struct again *again) {
+    if (!again->num) return 0;
+    const uint32_t chosen = choose_gain(again, records);
+    const float gain = (float)chosen / SW_GAIN_UNIT;
+    memset(e->record_hints, 0, 4 * records->num);
+    for (uint64_t i = 0; i < again->num; i++) {
+        const uint32_t record = again->records[i];
+        const uint32_t old = (uint32_t)load_element(records->old, record, SW_PREDICTED_WIDTH);
+        const uint32_t new_ = (uint32_t)load_element(records->new_, record, SW_PREDICTED_WIDTH);
+        e->record_hints[record] = SW_HINTED | (uint16_t)(new_ - predict_bits(old, again->before[i], gain));
+    }
+    return chosen;
 }
 
 SW_INLINE int64_t encode_segments(struct sparsewire_encode *job, uint32_t width) {
@@ -428,9 +505,13 @@ SW_INLINE int64_t encode_segments(struct sparsewire_encode *job, uint32_t width)
     if (!prepare_classes(&classes, job->cuts, job->num_cuts)) return SW_DAMAGED_HEAD;
     for (uint64_t i = 0; i < segments.num; i++) num_elements += segment_row(&segments, SW_COUNT)[i];
     if (num_elements > SW_MAX_ELEMENTS) return SW_DAMAGED_HEAD;
+    const struct last_change last = {job->num_last, job->last_places, job->last_bits};
+    struct again again;
+    e.has_last = width == SW_PREDICTED_WIDTH && last.places != NULL;
     const uint64_t capacity = records_capacity(&segments, job->crowded);
     const uint64_t records_bytes = lay_out_records(&records, job->scratch, capacity, width, 1);
-    const uint64_t needed = records_bytes + lay_out_encoder(&e, NULL, num_elements, capacity, width);
+    const uint64_t again_bytes = e.has_last ? lay_out_again(&again, NULL, capacity) : 0;
+    const uint64_t needed = records_bytes + again_bytes + lay_out_encoder(&e, NULL, num_elements, capacity, width);
     if (needed > job->scratch_bytes) {
         job->scratch_bytes = needed;
         return SW_TOO_SMALL;
@@ -443,8 +524,14 @@ SW_INLINE int64_t encode_segments(struct sparsewire_encode *job, uint32_t width)
     job->new_at = (uint64_t)(records.new_ - job->scratch);
     job->body_at = job->body_bytes = 0;
     if (records.num) {
-        lay_out_encoder(&e, job->scratch + records_bytes, num_elements, records.num, width);
-        job->body_bytes = write_body(&e, &records, &sizes, job->cuts, classes.num_classes, width);
+        uint32_t gain = 0;
+        lay_out_encoder(&e, job->scratch + records_bytes + again_bytes, num_elements, records.num, width);
+        if (e.has_last) {
+            lay_out_again(&again, job->scratch + records_bytes, records.num);
+            find_again(&again, &segments, &records, 0, &last);
+            gain = hint_records(&e, &records, &again);
+        }
+        job->body_bytes = write_body(&e, &records, &sizes, job->cuts, classes.num_classes, gain, width);
         job->body_at = (uint64_t)(e.body - job->scratch);
     }
     return 0;

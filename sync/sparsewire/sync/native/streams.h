@@ -8,7 +8,7 @@
 #define SPARSEWIRE_STREAMS_H
 
 #include "classes.h"
-#include "records.h"
+#include "predict.h"
 #include "tokens.h"
 
 enum { SW_LIST_GUARD = 64, SW_BODY_PADDING = 64, SW_MAX_PARAMETER = 24 };
@@ -52,14 +52,23 @@ SW_INLINE int padding_is_zero(const uint8_t *stream, uint64_t num_bits) {
 
 struct class_entry {
     uint64_t num_changed, num_unchanged, num_exceptions, num_gaps;
-    uint64_t first; /* where its list begins */
+    uint64_t num_predicted; /* the last of its steps are those from predictions */
+    uint64_t first;         /* where its list begins */
     uint32_t parameter;
     uint8_t inverse, wide;
 };
 
+/* Tokens that share a table: the plain steps of a wide class, or its predicted ones. */
+struct token_part { uint64_t num; uint32_t class_; int predicted; };
+
+enum { SW_MAX_TOKEN_PARTS = 2 * SW_MAX_CLASSES };
+
 struct decoder {
     struct class_entry entry[SW_MAX_CLASSES];
-    uint16_t frequencies[SW_MAX_CLASSES][SW_MAX_TOKENS];
+    struct token_part parts[SW_MAX_TOKEN_PARTS];
+    uint16_t frequencies[SW_MAX_TOKEN_PARTS][SW_MAX_TOKENS];
+    uint32_t num_parts;
+    uint32_t gain; /* 0 when nothing is predicted */
     struct classes classes;
     uint32_t num_classes;
     uint64_t num_gaps, num_wide, num_unchanged;
@@ -105,6 +114,14 @@ static int read_table(struct reader *in, uint16_t *frequencies, uint32_t num_tok
     return 1;
 }
 
+/* Adds a part of a wide class, whose table comes next in the head. */
+static int read_part(struct reader *in, struct decoder *d, uint32_t class_, uint64_t num, int predicted, uint32_t width) {
+    uint16_t *frequencies = d->frequencies[d->num_parts];
+    d->parts[d->num_parts++] = (struct token_part){num, class_, predicted};
+    if (!read_table(in, frequencies, num_tokens_of(width) + (predicted ? 2 : 0))) return 0;
+    return !predicted || !frequencies[1];
+}
+
 /* Reads and bounds the head; the streams that follow are bounded too, but not looked at. */
 static int64_t read_head(struct decoder *d, const uint8_t *body, uint64_t body_bytes, uint64_t num_changed,
                          uint64_t num_elements, uint32_t width) {
@@ -113,12 +130,14 @@ static int64_t read_head(struct decoder *d, const uint8_t *body, uint64_t body_b
     const uint64_t num_classes = take_byte(&in);
     uint64_t total = 0, remainder_bits = 0;
     if (in.failed) return SW_DAMAGED_HEAD;
-    if (flags) return SW_UNSUPPORTED;
+    if (flags & ~(uint64_t)SW_PREDICTED_FLAG || (flags && width != SW_PREDICTED_WIDTH)) return SW_UNSUPPORTED;
     if (num_classes < 1 || num_classes > SW_MAX_CLASSES || num_elements > SW_MAX_ELEMENTS) return SW_DAMAGED_HEAD;
     d->num_classes = (uint32_t)num_classes;
     const uint8_t *cuts = take(&in, num_classes - 1);
     if (in.failed || !prepare_classes(&d->classes, cuts, (uint32_t)num_classes - 1)) return SW_DAMAGED_HEAD;
     d->num_gaps = d->num_wide = d->num_unchanged = 0;
+    d->num_parts = d->gain = 0;
+    int any_predicted = 0;
     for (uint32_t class_ = 0; class_ < num_classes; class_++) {
         struct class_entry *entry = &d->entry[class_];
         memset(entry, 0, sizeof *entry);
@@ -131,10 +150,14 @@ static int64_t read_head(struct decoder *d, const uint8_t *body, uint64_t body_b
         entry->inverse = form >> 5 & 1;
         entry->wide = form >> 6 & 1;
         if (entry->inverse) entry->num_unchanged = take_varint(&in);
-        if (form >> 7) {
+        if (form >> 7 && entry->wide) {
+            entry->num_predicted = take_varint(&in);
+            if (!flags || !entry->num_predicted || entry->num_predicted > entry->num_changed) return SW_DAMAGED_HEAD;
+            any_predicted = 1;
+        } else if (form >> 7) {
             entry->num_exceptions = take_varint(&in);
             const uint64_t most = entry->num_changed / 256 > 2 ? entry->num_changed / 256 : 2;
-            if (entry->wide || !entry->num_exceptions || entry->num_exceptions > entry->num_changed ||
+            if (!entry->num_exceptions || entry->num_exceptions > entry->num_changed ||
                 entry->num_exceptions > most) {
                 return SW_DAMAGED_HEAD;
             }
@@ -144,7 +167,9 @@ static int64_t read_head(struct decoder *d, const uint8_t *body, uint64_t body_b
             return SW_DAMAGED_HEAD;
         }
         if (entry->wide) {
-            if (!read_table(&in, d->frequencies[class_], num_tokens_of(width))) return SW_DAMAGED_TOKENS;
+            const uint64_t num_plain = entry->num_changed - entry->num_predicted;
+            if (num_plain && !read_part(&in, d, class_, num_plain, 0, width)) return SW_DAMAGED_TOKENS;
+            if (entry->num_predicted && !read_part(&in, d, class_, entry->num_predicted, 1, width)) return SW_DAMAGED_TOKENS;
             d->num_wide += entry->num_changed;
         }
         entry->num_gaps = entry->inverse ? entry->num_unchanged : entry->num_changed;
@@ -155,6 +180,8 @@ static int64_t read_head(struct decoder *d, const uint8_t *body, uint64_t body_b
         if (total + d->num_unchanged > num_elements) return SW_DAMAGED_HEAD;
     }
     if (total != num_changed) return SW_DAMAGED_HEAD;
+    if (flags) d->gain = (uint32_t)take_byte(&in);
+    if (any_predicted != (flags != 0) || (flags && !d->gain)) return SW_DAMAGED_HEAD;
     d->unary_bytes = take_varint(&in);
     d->num_words = d->num_wide ? take_varint(&in) : 0;
     d->raw_bytes = d->num_wide ? take_varint(&in) : 0;
@@ -341,17 +368,17 @@ SW_INLINE int read_tokens(struct decoder *d, uint32_t width) {
         if (in.state[state] < SW_LOWEST_STATE) return 0;
     }
     uint64_t at = 0;
-    for (uint32_t class_ = 0; class_ < d->num_classes; class_++) {
-        if (!d->entry[class_].wide) continue;
+    for (uint32_t part = 0; part < d->num_parts; part++) {
+        const uint32_t num_tokens = num_tokens_of(width) + (d->parts[part].predicted ? 2 : 0);
         uint32_t slot = 0;
-        for (uint32_t token = 0; token < num_tokens_of(width); token++) {
-            const uint32_t frequency = d->frequencies[class_][token];
+        for (uint32_t token = 0; token < num_tokens; token++) {
+            const uint32_t frequency = d->frequencies[part][token];
             for (uint32_t offset = 0; offset < frequency; offset++, slot++) {
                 slots[slot] = (frequency - 1) << 20 | offset << 8 | (token & 0xFF);
                 if (width == 8) high[slot] = (uint8_t)(token >> 8);
             }
         }
-        for (const uint64_t stop = at + d->entry[class_].num_changed; at < stop;) {
+        for (const uint64_t stop = at + d->parts[part].num; at < stop;) {
             uint64_t group = (at | (SW_STATES - 1)) + 1;
             if (group > stop) group = stop;
             /* At most eight words beyond the end are looked at, which the padding allows; then it is refused. */
@@ -377,19 +404,28 @@ SW_INLINE int read_tokens(struct decoder *d, uint32_t width) {
 }
 
 SW_INLINE int read_wide_steps(struct decoder *d, uint32_t width) {
-    struct meaning meanings[SW_MAX_TOKENS];
+    struct meaning meanings[2 + SW_MAX_TOKENS];
     uint64_t num_bits = 0;
-    for (uint32_t token = 0; token < num_tokens_of(width); token++) meanings[token] = meaning_of(token, width);
-    for (uint64_t i = 0; i < d->num_wide; i++) num_bits += meanings[d->tokens[i]].num_raw;
-    if (d->raw_bytes != (num_bits + 7) / 8 || !padding_is_zero(d->raw, num_bits)) return 0;
-    const uint16_t *tokens = d->tokens;
     uint64_t bit = 0;
-    for (uint32_t class_ = 0; class_ < d->num_classes; class_++) {
-        const struct class_entry *entry = &d->entry[class_];
-        if (!entry->wide) continue;
-        uint8_t *steps = d->steps + entry->first * width;
-        for (uint64_t i = 0; i < entry->num_changed; i++) {
-            const struct meaning *found = &meanings[tokens[i]];
+    const uint16_t *tokens = d->tokens;
+    /* Steps from predictions come two later: after none, and one that no table has. */
+    memset(meanings, 0, 2 * sizeof meanings[0]);
+    for (uint32_t token = 0; token < num_tokens_of(width); token++) meanings[2 + token] = meaning_of(token, width);
+    for (uint32_t part = 0; part < d->num_parts; part++) {
+        const struct meaning *of = meanings + (d->parts[part].predicted ? 0 : 2);
+        for (uint64_t i = 0; i < d->parts[part].num; i++) num_bits += of[tokens[i]].num_raw;
+        tokens += d->parts[part].num;
+    }
+    if (d->raw_bytes != (num_bits + 7) / 8 || !padding_is_zero(d->raw, num_bits)) return 0;
+    tokens = d->tokens;
+    for (uint32_t part = 0; part < d->num_parts; part++) {
+        const struct token_part *of = &d->parts[part];
+        const struct meaning *meaning = meanings + (of->predicted ? 0 : 2);
+        /* The predicted steps of a class stand behind its plain ones. */
+        const struct class_entry *entry = &d->entry[of->class_];
+        uint8_t *steps = d->steps + (entry->first + (of->predicted ? entry->num_changed - of->num : 0)) * width;
+        for (uint64_t i = 0; i < of->num; i++) {
+            const struct meaning *found = &meaning[tokens[i]];
             uint64_t raw;
             if (width == 8 && found->num_raw > 32) {
                 raw = field_at(d->raw, bit, UINT32_MAX) |
@@ -401,7 +437,7 @@ SW_INLINE int read_wide_steps(struct decoder *d, uint32_t width) {
             const uint64_t sign = 0 - (uint64_t)found->negative;
             store_element(steps, i, (((found->base + raw) ^ sign) - sign) + found->offset, width);
         }
-        tokens += entry->num_changed;
+        tokens += of->num;
     }
     return 1;
 }

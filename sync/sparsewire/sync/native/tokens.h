@@ -9,7 +9,7 @@
 #include "abi.h"
 #include "platform.h"
 
-enum { SW_MAX_TOKENS = 8 * 64 - 16, SW_FREQUENCY_BITS = 12, SW_FREQUENCIES = 1 << SW_FREQUENCY_BITS, SW_STATES = 8 };
+enum { SW_MAX_TOKENS = 8 * 64 - 16, SW_PREDICTED_FLAG = 1, SW_FREQUENCY_BITS = 12, SW_FREQUENCIES = 1 << SW_FREQUENCY_BITS, SW_STATES = 8 };
 
 #define SW_LOWEST_STATE (1u << 16)
 
@@ -97,6 +97,49 @@ static void frequencies_of_codes(const uint8_t *codes, uint32_t num_tokens, uint
         left -= frequencies[token];
     }
     frequencies[heaviest] = (uint16_t)(frequencies[heaviest] + left);
+}
+
+/* Fills codes from how often each token occurs among `num`; returns the highest token present. */
+static uint32_t codes_of_counts(const uint32_t *counts, uint32_t num_tokens, uint64_t num, uint8_t *codes) {
+    uint32_t highest = 0;
+    for (uint32_t token = 0; token < num_tokens; token++) {
+        codes[token] = counts[token] ? (uint8_t)code_of_count(counts[token], num) : 0;
+        if (counts[token]) highest = token;
+    }
+    return highest;
+}
+
+/* floor(256 * log2(value)) of 1 to 4,096, by squaring. */
+static uint32_t log2_256(uint32_t value) {
+    uint32_t found = highest_bit(value);
+    uint64_t mantissa = (uint64_t)value << (31 - found);
+    for (uint32_t i = 0; i < 8; i++) {
+        mantissa = mantissa * mantissa >> 31;
+        const uint32_t bit = (uint32_t)(mantissa >> 32);
+        mantissa >>= bit;
+        found = 2 * found + bit;
+    }
+    return found;
+}
+
+/* About how many 1/256 bits a part of a wide class takes: its table, tokens and raw bits. */
+static uint64_t cost_of_part(const uint32_t *counts, uint64_t num, int predicted, uint32_t width) {
+    const uint32_t first = predicted ? 2 : 0;
+    const uint32_t num_tokens = num_tokens_of(width) + first;
+    uint8_t codes[SW_MAX_TOKENS];
+    uint16_t frequencies[SW_MAX_TOKENS];
+    uint64_t cost = 0;
+    uint32_t present = 0;
+    const uint32_t highest = codes_of_counts(counts, num_tokens, num, codes);
+    frequencies_of_codes(codes, num_tokens, frequencies);
+    for (uint32_t token = 0; token <= highest; token++) {
+        if (!counts[token]) continue;
+        const uint32_t num_raw = token < first ? 0 : meaning_of(token - first, width).num_raw;
+        cost += counts[token] * (uint64_t)(256 * (SW_FREQUENCY_BITS + num_raw) - log2_256(frequencies[token]));
+        present++;
+    }
+    const uint32_t table_bytes = (highest > 127 ? 2 : 1) + (highest + 1 + 5 * present + 7) / 8;
+    return cost + 256 * 8 * (uint64_t)table_bytes;
 }
 
 #endif
