@@ -33,7 +33,6 @@ from sparsewire.sync.codec import (
     plan_segments,
 )
 from sparsewire.sync.codec.container import HEADER
-from sparsewire.sync.codec.streams import MAX_INTEGER, Reader, read_integers, write_integers
 from sparsewire.sync.delta import apply_patch
 from sparsewire.sync.digest import ZERO, digest_bits
 from sparsewire.sync.errors import (
@@ -204,12 +203,12 @@ def test_mode_is_chosen_by_size(make_new: Callable[[Bits, np.random.Generator], 
     rng = np.random.default_rng(5)
     old, _ = real_weights(rng, 1 << 16, step=0.0)
     new = make_new(old, rng)
-    for profile, payload in assert_round_trip(old.view(ml_dtypes.bfloat16), new.view(ml_dtypes.bfloat16)).items():
-        assert parse_chunk(payload).modes == (profile.mode if mode is None else mode,)
+    for payload in assert_round_trip(old.view(ml_dtypes.bfloat16), new.view(ml_dtypes.bfloat16)).values():
+        assert parse_chunk(payload).modes == (Mode.CLASSED if mode is None else mode,)
         assert len(payload) <= old.nbytes + 100
 
 
-@pytest.mark.parametrize(("profile", "limit"), [(Profile.CLASSED, 0.9), (Profile.BASE_FREE, 1.45)])
+@pytest.mark.parametrize(("profile", "limit"), [(Profile.CLASSED, 0.9), (Profile.BASE_FREE, 1.5)])
 def test_a_hundredth_of_bfloat16_weights_costs_few_bytes_a_change(profile: Profile, limit: float) -> None:
     old, new = real_weights(np.random.default_rng(6), 4 << 20, step=2.5e-7)
     changed = int((old != new).sum())
@@ -251,7 +250,7 @@ def test_plan_size_beyond_what_decoders_take_is_refused() -> None:
 
 
 def mixed_chunk(profile: Profile) -> tuple[list[Segment], list[Bits], list[Bits], EncodedChunk]:
-    """Unchanged, sparse or classed, and dense segments, one of them the middle of a tensor."""
+    """Unchanged, classed and dense segments, one of them the middle of a tensor."""
     rng = np.random.default_rng(8)
     segments = [Segment(0, 0, 50), Segment(1, 100, 400), Segment(1, 500, 60), Segment(4, 0, 300), Segment(9, 7, 1)]
     old = [real_weights(rng, segment.count, step=0.0)[0] for segment in segments]
@@ -275,7 +274,7 @@ def test_chunk_of_many_tensors_gives_patches_with_undo_and_digest_changes(profil
 
     decoded = decode_chunk(encoded.payload, schema=None, base=base)
     assert decoded.segments == tuple(segments)
-    assert parse_chunk(encoded.payload).modes[:4] == (Mode.UNCHANGED, profile.mode, Mode.DENSE, profile.mode)
+    assert parse_chunk(encoded.payload).modes[:4] == (Mode.UNCHANGED, Mode.CLASSED, Mode.DENSE, Mode.CLASSED)
     assert asked == segments[1:]
     assert encoded.num_changed == 3 + int((old[2] != new[2]).sum()) + 5 + 1
     assert decoded.digest_changes == encoded.digest_changes
@@ -483,7 +482,7 @@ def forge(profile: Profile, **fields: int) -> bytes:
         ({"total": 0xFFFFFFFF}, DamagedError),
         ({"total": 10}, DamagedError),
         ({"segments": 0xFFFFFFFF}, DamagedError),
-        ({"segments": 2}, DamagedError),
+        ({"segments": 2}, UnsupportedFormatError),
         ({"segments": 0}, DamagedError),
         ({"table_bytes": 0xFFFFFFFF}, DamagedError),
         ({"num_changed": 0xFFFFFFFF}, DamagedError),
@@ -503,20 +502,10 @@ def test_header_numbers_are_bounded_before_use(
         decode_chunk(forge(profile, **fields), schema=None, base=lambda segment: base)
 
 
-def test_sparse_and_classed_segments_do_not_go_together() -> None:
-    segments, _, _, encoded = mixed_chunk(Profile.CLASSED)
-    payload = bytearray(encoded.payload)
-    assert payload[HEADER.size + 3] == Mode.CLASSED
-    payload[HEADER.size + 3] = Mode.SPARSE
-    with pytest.raises(DamagedError, match="never go together"):
-        parse_chunk(reseal(payload))
-    assert len(segments) == 5
-
-
 def test_unknown_mode_and_format_ask_for_an_upgrade() -> None:
     payload = bytearray(mixed_chunk(Profile.CLASSED)[3].payload)
-    payload[HEADER.size] = 4
-    with pytest.raises(UnsupportedFormatError, match=r"modes \[4\].*upgrade"):
+    payload[HEADER.size] = 1
+    with pytest.raises(UnsupportedFormatError, match=r"modes \[1\].*upgrade"):
         parse_chunk(reseal(payload))
     payload[4:6] = b"\x02\x00"
     with pytest.raises(UnsupportedFormatError, match=r"format number 2.*upgrade"):
@@ -544,23 +533,6 @@ def test_decompression_bomb_allocates_nothing() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
-
-
-@given(
-    st.lists(
-        st.one_of(st.integers(0, 70), st.integers(0, MAX_INTEGER), st.sampled_from([(1 << e) - 1 for e in range(63)])),
-        max_size=60,
-    )
-)
-def test_integers_of_any_size_come_back(values: list[int]) -> None:
-    out = bytearray()
-    write_integers(out, np.array(values, np.uint64))
-    reader = Reader(memoryview(out))
-    assert read_integers(reader, len(values), MAX_INTEGER).tolist() == values
-    reader.finish()
-    if any(values):
-        with pytest.raises(DamagedError, match="exceeds"):
-            read_integers(Reader(memoryview(out)), len(values), max(values) - 1)
 
 
 @pytest.mark.parametrize("size", [(4 << 20) - 1, 4 << 20, (4 << 20) + 1])

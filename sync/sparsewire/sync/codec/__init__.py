@@ -1,8 +1,8 @@
 """The delta format: encode what changed in the weights, decode it against the weights it was made from.
 
-In the order of the flow: `plan` cuts a view into chunks, `chunk` codes one of them in three kinds of body, `container`
-frames it, `tensor` does it all for a single array. The classed body (`classed`) rests on `cuts`, `classes`, `rice`, `steps`,
-`rans` and `bitfields`; the `sparse` and `dense` ones on `streams`. docs/format.md gives every byte, docs/codec.md the reasons.
+In the order of the flow: `plan` cuts a view into chunks, `chunk` codes one of them in two kinds of body, `container`
+frames it, `tensor` does it all for a single array. The classed body (`classed`) rests on `cuts`, `classes`, `predict`, `rice`,
+`steps`, `rans` and `bitfields`, the `dense` one on `streams`. docs/format.md gives every byte, docs/codec.md the reasons.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@ Pure. The publisher encodes a chunk from old and new bits; the subscriber decode
 Decoding returns nothing before the chunk's check agrees: the sum over the changed elements of new minus old digest terms
 (new terms alone in an anchor), so a wrong base is found here, before any weight is written.
 
-    segments ─┬─ nothing differs ──────────────► unchanged
-              ├─ dense is smaller ─────────────► dense body     (dense.py)
-              └─ else, by the run's profile ─┬─► classed body   (classed.py; the reader scans its base)
-                                             └─► sparse body    (sparse.py; it reads changed elements only)
+    segments ─┬─ nothing differs ───► unchanged
+              ├─ dense is smaller ──► dense body     (dense.py)
+              └─ else ──────────────► classed body   (classed.py)
 
-A classed body of bfloat16 may be coded against the change before as well, where its writer has it: a *predicted* chunk,
+The reader of a classed body scans its base, unless it has one class only, as the base-free profile writes it. A classed body of bfloat16 may be coded against the change before as well, where its writer has it: a *predicted* chunk,
 which only those who hold that change can decode.
 """
 
@@ -26,9 +25,8 @@ from sparsewire.sync.codec.container import Mode, ParsedChunk, Profile, parse_ch
 from sparsewire.sync.codec.cuts import fit_partition
 from sparsewire.sync.codec.dense import Piece, decode_dense, dense_size, encode_dense
 from sparsewire.sync.codec.plan import MAX_CHUNK_BYTES, MAX_SEGMENTS, Segment
-from sparsewire.sync.codec.reference import Reference, join_bits
-from sparsewire.sync.codec.sparse import encode_sparse, estimate_sparse_size, parse_sparse
-from sparsewire.sync.delta import LastChange, TensorPatch, changed_positions
+from sparsewire.sync.codec.reference import Reference
+from sparsewire.sync.delta import LastChange, TensorPatch
 from sparsewire.sync.digest import ZERO, TensorDigest, digest_at, digest_bits
 from sparsewire.sync.errors import DamagedError, UnsupportedFormatError, WrongBaseError
 from sparsewire.sync.native import Found, Kernel, LastBits, NativeDecoding, NativeEncoding, Wish, kernel
@@ -101,7 +99,7 @@ def encode_chunk(
     if not segments:
         return _seal(dtype, segments, [], [], num_changed=0)
     if profile is Profile.BASE_FREE:
-        return _encode_base_free(dtype, segments, old, new)
+        return _encode_classed(dtype, segments, old, new, b"", None)
     return _encode_classed(dtype, segments, old, new, cuts, last)
 
 
@@ -114,8 +112,7 @@ def decode_chunk(
 ) -> DecodedChunk:
     """Decode one chunk against its base and prove the result by the chunk's check.
 
-    `base` returns the flat bits that the receiver holds for a range; it is asked for changed segments only, and of
-    sparse ones only the changed elements are read. It may be None for anchors. With a `schema`, every segment must
+    `base` returns the flat bits that the receiver holds for a range; it is asked for changed segments only. It may be None for anchors. With a `schema`, every segment must
     lie within its tensor. `last` is the change that led to the base; only predicted chunks look at it.
 
     Raises:
@@ -165,35 +162,6 @@ def _check_input(dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits] 
                 raise ValueError(
                     f"chunk: {bits.dtype} bits of shape {bits.shape} for {segment.count} elements of {dtype}"
                 )
-
-
-def _encode_base_free(
-    dtype: Dtype, segments: Sequence[Segment], old: Sequence[Bits], new: Sequence[Bits]
-) -> EncodedChunk:
-    modes, patches, joint = [], [], []
-    offset = num_changed = 0
-    for segment, before, after in zip(segments, old, new, strict=True):
-        positions = changed_positions(before, after)
-        num_changed += len(positions)
-        patch = _sparse_patch(segment, positions + segment.start, before[positions], after[positions])
-        if not len(positions):
-            modes.append(Mode.UNCHANGED)
-        elif CROWDED * len(positions) > segment.count and dense_size(after) < estimate_sparse_size(
-            dtype, positions, before[positions], after[positions]
-        ):
-            modes.append(Mode.DENSE)
-            patches.append(_dense_patch(segment, before, after))
-        else:
-            modes.append(Mode.SPARSE)
-            patches.append(patch)
-            joint.append(positions + offset)
-            offset += segment.count
-    sparse = [patch for patch in patches if patch.indices is not None]
-    changes = b""
-    if sparse:
-        undo = join_bits([patch.undo for patch in sparse if patch.undo is not None])
-        changes = encode_sparse(dtype, np.concatenate(joint), undo, join_bits([patch.values for patch in sparse]))
-    return _seal(dtype, segments, modes, patches, changes=changes, num_changed=num_changed)
 
 
 def _encode_classed(
@@ -284,7 +252,7 @@ def _split(
 ) -> list[TensorPatch]:
     """Return the patch of each segment that changed out of those of all of them, one after the other."""
     return [
-        _sparse_patch(segment, coded.indices[a:b], coded.old[a:b], coded.new[a:b])
+        _coded_patch(segment, coded.indices[a:b], coded.old[a:b], coded.new[a:b])
         for segment, (a, b) in zip(segments, pairwise(accumulate(num_changed, initial=0)), strict=True)
         if b > a
     ]
@@ -300,7 +268,7 @@ def _dense_patch(segment: Segment, undo: Bits | None, values: Bits) -> TensorPat
     )
 
 
-def _sparse_patch(segment: Segment, indices: Indices, undo: Bits, values: Bits) -> TensorPatch:
+def _coded_patch(segment: Segment, indices: Indices, undo: Bits, values: Bits) -> TensorPatch:
     return TensorPatch(
         tensor=segment.tensor,
         start=segment.start,
@@ -354,7 +322,7 @@ def _digest_changes(
 ) -> dict[int, TensorDigest]:
     """Return what the patches add to the digests of tensors.
 
-    `digests` has it of each sparse patch where it is known, `dense_digests` has that of the new bits of each dense one.
+    `digests` has it of each coded patch where it is known, `dense_digests` has that of the new bits of each dense one.
     """
     changes: dict[int, TensorDigest] = {}
     known = None if digests is None else iter(digests)
@@ -423,16 +391,14 @@ def _fetch_bases(chunk: ParsedChunk, base: Callable[[Segment], Bits] | None) -> 
 def _decode_changes(
     chunk: ParsedChunk, bases: Mapping[int, Bits], last: LastChange | None
 ) -> tuple[list[TensorPatch], Sequence[Sequence[int]] | None]:
-    """Return the patches of changed sparse or classed segments, and their digests where the coder has them."""
-    numbers = [number for number, mode in enumerate(chunk.modes) if mode is chunk.profile.mode]
+    """Return the patches of classed segments, and their digests."""
+    numbers = [number for number, mode in enumerate(chunk.modes) if mode is Mode.CLASSED]
     if not numbers:
         if len(chunk.changes) or chunk.num_changed:
             raise DamagedError(f"chunk: {len(chunk.changes)} bytes of changes and no segment for them: fetch it again")
         return [], None
     segments = [chunk.segments[number] for number in numbers]
     old = [bases[number] for number in numbers]
-    if chunk.profile is Profile.BASE_FREE:
-        return _decode_base_free(chunk, segments, old), None
     replaced = None
     if is_predicted(chunk.changes):
         if chunk.dtype is not Dtype.BF16:
@@ -449,19 +415,3 @@ def _decode_changes(
     num_changed = decoding.num_changed.tolist()
     digests = [terms for terms, count in zip(decoding.digests.tolist(), num_changed, strict=True) if count]
     return _split(segments, num_changed, decoding), digests
-
-
-def _decode_base_free(chunk: ParsedChunk, segments: Sequence[Segment], old: Sequence[Bits]) -> list[TensorPatch]:
-    ends = np.cumsum([segment.count for segment in segments])
-    streams = parse_sparse(chunk.changes, dtype=chunk.dtype, num_changed=chunk.num_changed, num_elements=int(ends[-1]))
-    joint = streams.positions()
-    if len(joint) and joint[-1] >= ends[-1]:
-        raise DamagedError(f"chunk: a change at {joint[-1]} in segments of {ends[-1]} elements: fetch it again")
-    cuts = [0, *np.searchsorted(joint, ends).tolist()]
-    places = [joint[a:b] - (end - s.count) for s, end, (a, b) in zip(segments, ends, pairwise(cuts), strict=True)]
-    undo = [bits[part] for bits, part in zip(old, places, strict=True)]
-    new = streams.new_bits(chunk.dtype, join_bits(undo))
-    return [
-        _sparse_patch(segment, part + segment.start, before, new[a:b])
-        for segment, part, before, (a, b) in zip(segments, places, undo, pairwise(cuts), strict=True)
-    ]

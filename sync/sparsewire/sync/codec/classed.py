@@ -295,7 +295,8 @@ def rebuild(parsed: ParsedBody, old: Bits, last: LastBits | None = None) -> tupl
         LastChangeMissingError: the body has predictions and `last` is None.
     """
     if parsed.gain is not None and last is None:
-        raise LastChangeMissingError("chunk: it is coded against the change before, which is not at hand: take a path without such links"
+        raise LastChangeMissingError(
+            "chunk: it is coded against the change before, which is not at hand: take a path without such links"
         )
     classes = ExponentClasses(old, parsed.cuts)
     positions, steps = [], []

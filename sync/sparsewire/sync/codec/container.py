@@ -69,8 +69,6 @@ class Mode(IntEnum):
 
     UNCHANGED = 0
     """No element changed; nothing is stored."""
-    SPARSE = 1
-    """Gaps and modular steps of the changed elements, in the joint sparse body."""
     DENSE = 2
     """All new bits, in the joint dense body."""
     CLASSED = 3
@@ -78,17 +76,12 @@ class Mode(IntEnum):
 
 
 class Profile(StrEnum):
-    """Which of two bodies holds the changed elements; a run uses one of them, and a chunk never both."""
+    """How a run's publisher makes classed bodies; readers take every chunk."""
 
     CLASSED = "classed"
-    """Half the size; its reader scans the base."""
+    """As many classes as pay; the reader scans the base."""
     BASE_FREE = "base-free"
-    """Its reader looks at changed elements only: for receivers without a mirror, and links faster than the scan."""
-
-    @property
-    def mode(self) -> Mode:
-        """The mode of segments that some elements of changed."""
-        return Mode.CLASSED if self is Profile.CLASSED else Mode.SPARSE
+    """One class, half as large again: the reader looks at changed elements only. For links faster than the scan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +94,10 @@ class ParsedChunk:
     segments: tuple[Segment, ...]
     modes: tuple[Mode, ...]
     """One for each segment."""
-    profile: Profile
-    """What `changes` is; a chunk of dense and unchanged segments can be either."""
     num_changed: int
-    """Changed elements in the sparse or classed body."""
+    """Changed elements in the classed body."""
     changes: memoryview
-    """The sparse or classed body."""
+    """The classed body."""
     dense: memoryview
     check: TensorDigest
     """Sum over all changed elements of new minus old digest terms; of new terms alone for an anchor."""
@@ -229,7 +220,6 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
         is_anchor=bool(flags & ANCHOR_FLAG),
         segments=segments,
         modes=modes,
-        profile=Profile.CLASSED if Mode.CLASSED in modes else Profile.BASE_FREE,
         num_changed=num_changed,
         changes=body.take(changes_bytes),
         dense=body.take(body.left),
@@ -237,9 +227,7 @@ def parse_chunk(payload: bytes | memoryview) -> ParsedChunk:
     )
     if parsed.is_anchor and any(mode is not Mode.DENSE for mode in modes):
         raise DamagedError("chunk: an anchor chunk holds segments that are not dense: fetch it again")
-    if Mode.SPARSE in modes and Mode.CLASSED in modes:
-        raise DamagedError("chunk: it holds sparse and classed segments, which never go together: fetch it again")
-    coded = parsed.count(parsed.profile.mode)
+    coded = parsed.count(Mode.CLASSED)
     if num_changed > coded:
         raise DamagedError(f"chunk: {num_changed} changes in segments of {coded} elements: fetch it again")
     return parsed
