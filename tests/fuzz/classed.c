@@ -1,7 +1,8 @@
 /* Fuzz target of the native kernel: hostile bodies against a base, and arbitrary changes there and back.
  *
  * An input is a byte of options, u16 elements, u16 changes stated, u8 cuts, the old bits, and then either a body to decode or
- * the new bits to encode. All instruction sets of the machine must do the same: refuse with one code, or give the same
+ * the new bits to encode. With option 32, elements of two bytes have a change before: it stands between the base and the body,
+ * or after the new bits, as u16 entries and for each u16 unchanged places and u16 bits. All instruction sets of the machine must do the same: refuse with one code, or give the same
  * bytes; what is encoded must decode to what it was made from. Arrays have exactly the size that the interface asks for,
  * so the address sanitizer sees any access beyond.
  *
@@ -31,6 +32,42 @@ static void *copy_of(const void *bytes, size_t size) {
     if (!copy) fail("no memory");
     if (size) memcpy(copy, bytes, size);
     return copy;
+}
+
+/* The change before, in arrays of its exact size; NULL places when there is none. */
+struct last { uint64_t num; int64_t *places; uint8_t *bits; };
+
+/* Takes it from the data, which it moves on, as far as it lies within `count` elements. */
+static struct last take_last(const uint8_t **data, size_t *size, uint64_t count) {
+    struct last last = {0, NULL, NULL};
+    if (*size < 2) return last;
+    uint64_t stated = (*data)[0] | (*data)[1] << 8;
+    *data += 2;
+    *size -= 2;
+    if (stated > *size / 4) stated = *size / 4;
+    int64_t *places = malloc(8 * stated + 8);
+    uint8_t *bits = malloc(2 * stated + 2);
+    if (!places || !bits) fail("no memory");
+    int64_t place = -1;
+    for (; last.num < stated; last.num++) {
+        const uint8_t *entry = *data + 4 * last.num;
+        place += 1 + (entry[0] | entry[1] << 8);
+        if ((uint64_t)place >= count) break;
+        places[last.num] = place;
+        memcpy(bits + 2 * last.num, entry + 2, 2);
+    }
+    last.places = copy_of(places, 8 * last.num);
+    last.bits = copy_of(bits, 2 * last.num);
+    free(places);
+    free(bits);
+    *data += 4 * stated;
+    *size -= 4 * stated;
+    return last;
+}
+
+static void free_last(struct last *last) {
+    free(last->places);
+    free(last->bits);
 }
 
 struct outcome { int64_t code; uint64_t num; int64_t *indices; uint8_t *old, *new_; uint64_t *digests; };
@@ -65,11 +102,12 @@ static void free_table(uint64_t *table, uint64_t num) {
 }
 
 static struct outcome decode(int32_t isa, const uint8_t *bytes, size_t size, uint64_t num_changed, const uint8_t *old,
-                             uint64_t count, uint32_t width, uint64_t num_segments) {
+                             uint64_t count, uint32_t width, uint64_t num_segments, const struct last *last) {
     uint8_t *body = copy_of(bytes, size);
     uint64_t *table = make_table(old, NULL, count, width, num_segments);
     struct sparsewire_decode job = {.width = width, .body = body, .body_bytes = size, .num_changed = num_changed,
-                                    .num_segments = num_segments, .table = table};
+                                    .num_segments = num_segments, .table = table, .num_last = last->num,
+                                    .last_places = last->places, .last_bits = last->bits};
     struct outcome outcome = {0};
     outcome.code = sparsewire_decode(isa, &job);
     if (outcome.code == SW_TOO_SMALL) {
@@ -99,10 +137,10 @@ static struct outcome decode(int32_t isa, const uint8_t *bytes, size_t size, uin
 }
 
 static void check_body(const uint8_t *body, size_t size, uint64_t num_changed, const uint8_t *old, uint64_t count,
-                       uint32_t width, uint64_t num_segments, const uint8_t *expected_new) {
-    struct outcome first = decode(SW_ISA_BASE, body, size, num_changed, old, count, width, num_segments);
+                       uint32_t width, uint64_t num_segments, const struct last *last, const uint8_t *expected_new) {
+    struct outcome first = decode(SW_ISA_BASE, body, size, num_changed, old, count, width, num_segments, last);
     for (int32_t isa = SW_ISA_BASE + 1; isa <= sparsewire_best_isa(); isa++) {
-        struct outcome other = decode(isa, body, size, num_changed, old, count, width, num_segments);
+        struct outcome other = decode(isa, body, size, num_changed, old, count, width, num_segments, last);
         if (other.code != first.code) fail("instruction sets disagree whether a body is sound");
         if (first.code == 0 && (memcmp(first.indices, other.indices, 8 * num_changed) ||
                                 memcmp(first.new_, other.new_, width * num_changed) ||
@@ -128,13 +166,14 @@ static void check_body(const uint8_t *body, size_t size, uint64_t num_changed, c
 }
 
 static void check_round_trip(const uint8_t *old, const uint8_t *new_, uint64_t count, uint32_t width, uint64_t num_segments,
-                             const uint8_t *cuts, uint32_t num_cuts) {
+                             const uint8_t *cuts, uint32_t num_cuts, const struct last *last) {
     uint8_t *first = NULL;
     uint64_t first_bytes = 0;
     for (int32_t isa = SW_ISA_BASE; isa <= sparsewire_best_isa(); isa++) {
         uint64_t *table = make_table(old, new_, count, width, num_segments);
         struct sparsewire_encode job = {.width = width, .num_cuts = num_cuts, .cuts = cuts, .num_segments = num_segments,
-                                        .table = table, .crowded = 8};
+                                        .table = table, .crowded = 8, .num_last = last->num,
+                                        .last_places = last->places, .last_bits = last->bits};
         int64_t code = sparsewire_encode(isa, &job);
         if (code == SW_TOO_SMALL) {
             job.scratch = malloc(job.scratch_bytes);
@@ -159,7 +198,7 @@ static void check_round_trip(const uint8_t *old, const uint8_t *new_, uint64_t c
                     memcpy(target + left, new_ + start, bytes);
                     left += bytes;
                 }
-                check_body(body, first_bytes, job.num_changed, base, left / width, width, num_segments, target);
+                check_body(body, first_bytes, job.num_changed, base, left / width, width, num_segments, last, target);
                 free(base);
                 free(target);
             }
@@ -179,6 +218,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const uint32_t width = 1u << (data[0] & 3);
     const uint64_t num_segments = 1 + (data[0] >> 2 & 3);
     const int encode = data[0] >> 4 & 1;
+    const int has_last = width == 2 && data[0] >> 5 & 1;
+    struct last last = {0, NULL, NULL};
     uint64_t count = data[1] | data[2] << 8;
     const uint64_t num_changed = data[3] | data[4] << 8;
     uint32_t num_cuts = data[5] & 15;
@@ -187,7 +228,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!encode) {
         if (count * width > size) count = size / width;
         const uint8_t *old = data;
-        check_body(data + count * width, size - count * width, num_changed, old, count, width, num_segments, NULL);
+        data += count * width;
+        size -= count * width;
+        if (has_last) last = take_last(&data, &size, count);
+        check_body(data, size, num_changed, old, count, width, num_segments, &last, NULL);
+        free_last(&last);
         return 0;
     }
     if (num_cuts > size) return 0;
@@ -198,7 +243,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     data += num_cuts;
     size -= num_cuts;
     if (2 * count * width > size) count = size / width / 2;
-    check_round_trip(data, data + count * width, count, width, num_segments, cuts, num_cuts);
+    const uint8_t *rest = data + 2 * count * width;
+    size -= 2 * count * width;
+    if (has_last) last = take_last(&rest, &size, count);
+    check_round_trip(data, data + count * width, count, width, num_segments, cuts, num_cuts, &last);
+    free_last(&last);
     return 0;
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsewire.sync.codec.classed import encode_classed
+from sparsewire.sync.codec.classed import encode_classed, is_predicted
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -48,6 +48,26 @@ def main() -> None:
                 (CORPUS / f"decode-{name}").write_bytes(head + old.tobytes() + body)
                 head = struct.pack("<BHHB", power | int(draws.integers(4)) << 2 | 1 << 4, count, 0, len(cuts))
                 (CORPUS / f"encode-{name}").write_bytes(head + cuts + old.tobytes() + new.tobytes())
+    for number, density in enumerate((0.05, 0.3, 0.6, 0.97)):
+        write_predicted(draws, f"2-{density}-predicted", density, cuts=bytes([115, 117, 119, 121][: 4 - number]))
+
+
+def write_predicted(draws: np.random.Generator, name: str, density: float, cuts: bytes) -> None:
+    """Write a body with predictions and what it was made from."""
+    first = draws.standard_normal(400) * 0.002
+    step = draws.standard_normal(400) * 3e-5 * (draws.random(400) < density**0.5)
+    parts = first, first + step, first + 1.9 * step + 1e-6 * draws.standard_normal(400) * (step != 0)
+    before, old, new = ((p.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16) for p in parts)
+    at, last_at = np.flatnonzero(old != new), np.flatnonzero(before != old)
+    body = encode_classed(old, at, new[at] - old[at], cuts, (last_at, before[last_at]))
+    assert is_predicted(body), name
+    entries = np.stack((np.diff(last_at, prepend=-1) - 1, before[last_at]), axis=1).astype("<u2")
+    last = struct.pack("<H", len(last_at)) + entries.tobytes()
+    options = 1 | int(draws.integers(4)) << 2 | 1 << 5
+    head = struct.pack("<BHHB", options, 400, len(at), 0)
+    (CORPUS / f"decode-{name}").write_bytes(head + old.tobytes() + last + body)
+    head = struct.pack("<BHHB", options | 1 << 4, 400, 0, len(cuts))
+    (CORPUS / f"encode-{name}").write_bytes(head + cuts + old.tobytes() + new.tobytes() + last)
 
 
 if __name__ == "__main__":

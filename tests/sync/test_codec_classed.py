@@ -455,8 +455,8 @@ HUGE = (1 << 62) + 5
         (forged_head(entry(1, 0x20, HUGE)), "exceeds the limits"),
         (forged_head(entry(1, 0x80, 0)), "0 exceptions"),
         (forged_head(entry(1, 0x80, 2)), "2 exceptions"),
-        (forged_head(entry(1, 0xC0, 1)), "1 exceptions"),
-        (forged_head(entry(90, 0x80, 3)), "3 exceptions in 90"),
+        (forged_head(entry(1, 0xC0, 1) + b"\x00\x07", rest=b"\0\0\0"), "do not fit its predicted"),
+        (forged_head(entry(90, 0x80, 3)), "3 exceptions, 0 predicted in 90"),
         (forged_head(entry(1, 0x40, HUGE)), "table of tokens"),
         (forged_head(entry(1, 0x40, 3) + b"\x00\x00\x00"), "absent token"),
         (forged_head(entry(1, 0x40, 0) + b"\x01"), "code of 0"),
@@ -485,7 +485,7 @@ def test_forged_bodies_are_refused_before_anything_is_allocated(body: bytes, mes
 
 def test_unknown_flags_of_a_body_ask_for_an_upgrade() -> None:
     with pytest.raises(UnsupportedFormatError, match="upgrade"):
-        parse_classed(memoryview(forged_head(b"\0", flags=1)), num_changed=0, num_elements=100, width=2)
+        parse_classed(memoryview(forged_head(b"\0", flags=2)), num_changed=0, num_elements=100, width=2)
 
 
 def test_remainders_beyond_what_a_writer_would_choose_are_refused() -> None:

@@ -15,13 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsewire.sync.codec.classed import encode_classed
+from sparsewire.sync.codec.classed import encode_classed, is_predicted
 from sparsewire.sync.codec.classes import element_keys
 from sparsewire.sync.codec.reference import Reference
 from sparsewire.sync.codec.steps import num_tokens, split_steps
 from sparsewire.sync.digest import tensor_digest
-from sparsewire.sync.errors import ConfigError, DamagedError, SparsewireError
-from sparsewire.sync.native import ABI, LIBRARY, Found, Isa, Kernel, NativeDecoding, Wish, load_kernel
+from sparsewire.sync.errors import (
+    ConfigError,
+    DamagedError,
+    LastChangeMissingError,
+    SparsewireError,
+    WrongBaseError,
+)
+from sparsewire.sync.native import ABI, LIBRARY, Found, Isa, Kernel, LastBits, NativeDecoding, Wish, load_kernel
 from sparsewire.sync.types import Bits
 
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
@@ -68,9 +74,24 @@ def changed(draws: np.random.Generator, old: Bits, density: float, odd_share: fl
     return new
 
 
+SPECIAL = np.array([0, 0x8000, 1, 0x807F, 0x0080, 0x1000, 0x7F7F, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF], np.uint16)
+"""Zeros, subnormals, tiny, largest, infinities and NaNs of bfloat16."""
+
+
+def before_it(draws: np.random.Generator, old: Bits, new: Bits) -> tuple[LastBits, Bits]:
+    """Return a change that led to `old` and has much in common with the one to `new`, and the bits before it."""
+    again = (new != old) & (draws.random(len(old)) < 0.7) | (draws.random(len(old)) < 0.02)
+    before = old - (new - old) + draws.integers(-3, 4, len(old)).astype(np.uint16)
+    special = draws.random(len(old)) < 0.02
+    before[special] = draws.choice(SPECIAL, int(special.sum()))
+    before = np.where(again, before, old)
+    at = np.flatnonzero(before != old)
+    return (at, before[at]), before
+
+
 @st.composite
-def chunks(draw: st.DrawFn) -> tuple[list[Bits], list[Bits], bytes]:
-    """Draw segments of equal dtype, their change, and cuts."""
+def chunks(draw: st.DrawFn) -> tuple[list[Bits], list[Bits], bytes, LastBits | None]:
+    """Draw segments of equal dtype, their change, cuts, and for two bytes maybe the change before."""
     draws = np.random.default_rng(draw(st.integers(0, 2**32)))
     width = draw(st.sampled_from([1, 2, 4, 8]))
     lowest, highest = draw(st.sampled_from([(1, 255), (100, 130), (1, 127)]))
@@ -80,19 +101,37 @@ def chunks(draw: st.DrawFn) -> tuple[list[Bits], list[Bits], bytes]:
     odd_share = draw(st.sampled_from([0.0, 0.002, 0.1, 1.0]))
     old = [weights(draws, size, width) for size in sizes]
     new = [bits if draws.random() < 0.2 else changed(draws, bits, density, odd_share) for bits in old]
-    return old, new, cuts
+    last = None
+    if width == 2 and draw(st.booleans()):
+        for bits in (*old, *new):
+            special = np.flatnonzero(draws.random(len(bits)) < draw(st.sampled_from([0.0, 0.01])))
+            bits[special] = draws.choice(SPECIAL, len(special))
+        last = before_it(draws, np.concatenate(old), np.concatenate(new))[0]
+    return old, new, cuts, last
 
 
-@settings(max_examples=150, deadline=None)
+def among(last: LastBits, old: Sequence[Bits], chosen: Sequence[int]) -> LastBits:
+    """Return the part of `last` that lies in the chosen segments, by its places there."""
+    is_last = np.zeros(sum(map(len, old)), np.bool_)
+    is_last[last[0]] = True
+    borders = [0, *np.cumsum([len(bits) for bits in old]).tolist()]
+    before = np.zeros(len(is_last), np.uint16)
+    before[last[0]] = last[1]
+    parts = [slice(borders[number], borders[number + 1]) for number in chosen]
+    places = np.flatnonzero(np.concatenate([is_last[part] for part in parts]))
+    return places, np.concatenate([before[part] for part in parts])[places]
+
+
+@settings(max_examples=200, deadline=None)
 @given(chunks(), st.data())
 def test_kernel_does_what_the_numpy_form_does(
-    native: Kernel, chunk: tuple[list[Bits], list[Bits], bytes], data: st.DataObject
+    native: Kernel, chunk: tuple[list[Bits], list[Bits], bytes, LastBits | None], data: st.DataObject
 ) -> None:
-    old, new, cuts = chunk
+    old, new, cuts, last = chunk
     starts = [1000 * number for number in range(len(old))]
     wishes = data.draw(st.lists(st.sampled_from(list(Wish)), min_size=len(old), max_size=len(old)))
-    ours = native.encode(old, new, starts=starts, cuts=cuts, crowded=8, wishes=wishes)
-    theirs = REFERENCE.encode(old, new, starts=starts, cuts=cuts, crowded=8, wishes=wishes)
+    ours = native.encode(old, new, starts=starts, cuts=cuts, crowded=8, wishes=wishes, last=last)
+    theirs = REFERENCE.encode(old, new, starts=starts, cuts=cuts, crowded=8, wishes=wishes, last=last)
     assert ours.found.tolist() == theirs.found.tolist()
     assert ours.num_changed.tolist() == theirs.num_changed.tolist()
     for name in ("indices", "old", "new", "digests"):
@@ -102,7 +141,8 @@ def test_kernel_does_what_the_numpy_form_does(
     assert ours.body == theirs.body
     chosen = [number for number, found in enumerate(ours.found) if found == Found.CLASSED]
     base, begins = [old[number] for number in chosen], [starts[number] for number in chosen]
-    decoded = native.decode(ours.body, num_changed=len(ours.indices), old=base, starts=begins)
+    held = None if last is None else among(last, old, chosen)
+    decoded = native.decode(ours.body, num_changed=len(ours.indices), old=base, starts=begins, last=held)
     assert np.array_equal(decoded.indices, ours.indices)
     assert np.array_equal(decoded.old, ours.old)
     assert np.array_equal(decoded.new, ours.new)
@@ -111,16 +151,18 @@ def test_kernel_does_what_the_numpy_form_does(
 
 
 def outcome(
-    coder: Kernel | Reference, body: bytes, num_changed: int, old: Bits
+    coder: Kernel | Reference, body: bytes, num_changed: int, old: Bits, last: LastBits | None = None
 ) -> NativeDecoding | type[SparsewireError]:
     try:
-        return coder.decode(body, num_changed=num_changed, old=[old], starts=[0])
+        return coder.decode(body, num_changed=num_changed, old=[old], starts=[0], last=last)
     except SparsewireError as error:
         return type(error)
 
 
-def assert_same_outcome(native: Kernel, body: bytes, num_changed: int, old: Bits) -> None:
-    ours, theirs = outcome(native, body, num_changed, old), outcome(REFERENCE, body, num_changed, old)
+def assert_same_outcome(
+    native: Kernel, body: bytes, num_changed: int, old: Bits, last: LastBits | None = None
+) -> None:
+    ours, theirs = (outcome(coder, body, num_changed, old, last) for coder in (native, REFERENCE))
     if isinstance(ours, NativeDecoding) and isinstance(theirs, NativeDecoding):
         assert np.array_equal(ours.indices, theirs.indices)
         assert np.array_equal(ours.new, theirs.new)
@@ -130,7 +172,7 @@ def assert_same_outcome(native: Kernel, body: bytes, num_changed: int, old: Bits
 
 
 def test_fuzz_corpus_is_taken_or_refused_like_by_the_numpy_form(native: Kernel) -> None:
-    num_bodies = 0
+    num_bodies = num_predicted = 0
     for path in sorted(CORPUS.iterdir()):
         data = path.read_bytes()
         options, count, num_changed, _ = struct.unpack_from("<BHHB", data)
@@ -139,10 +181,19 @@ def test_fuzz_corpus_is_taken_or_refused_like_by_the_numpy_form(native: Kernel) 
         bits = np.dtype(f"<u{1 << (options & 3)}")
         count = min(count, (len(data) - 6) // bits.itemsize)
         old = np.frombuffer(data, bits, count, 6)
+        body, last = data[6 + count * bits.itemsize :], None
+        if options & 32 and bits.itemsize == 2 and len(body) >= 2:
+            num_last = min(struct.unpack_from("<H", body)[0], (len(body) - 2) // 4)
+            entries = np.frombuffer(body, "<u2", 2 * num_last, 2).reshape(-1, 2)
+            places = np.cumsum(entries[:, 0].astype(np.int64) + 1) - 1
+            inside = places < count
+            body, last = body[2 + 4 * num_last :], (places[inside], entries[inside, 1].astype(np.uint16))
+            num_predicted += is_predicted(body)
         if count:
-            assert_same_outcome(native, data[6 + count * bits.itemsize :], num_changed, old)
+            assert_same_outcome(native, body, num_changed, old, last)
             num_bodies += 1
     assert num_bodies >= 30
+    assert num_predicted >= 4
 
 
 def sample_body() -> tuple[bytes, int, Bits]:
@@ -164,6 +215,49 @@ def test_every_truncation_and_every_flipped_bit_is_judged_like_by_the_numpy_form
         flipped = bytearray(body)
         flipped[bit // 8] ^= 1 << bit % 8
         assert_same_outcome(native, bytes(flipped), num_changed, old)
+
+
+def predicted_body() -> tuple[bytes, Bits, Bits, LastBits]:
+    """Return a predicted body with plain and predicted steps in a class, its change, and the change before."""
+    draws = np.random.default_rng(9)
+    old = weights(draws, 1500, 2)
+    new = changed(draws, old, 0.2, 0.0)
+    wide = np.flatnonzero(element_keys(old) < 119)[::2]
+    new[wide] = old[wide] + draws.integers(2, 90, len(wide)).astype(np.uint16)
+    last, _ = before_it(draws, old, new)
+    body = REFERENCE.encode([old], [new], starts=[0], cuts=bytes([117, 119, 121]), crowded=1, last=last).body
+    assert is_predicted(body)
+    return body, old, new, last
+
+
+def test_damaged_predicted_body_is_judged_like_by_the_numpy_form(native: Kernel) -> None:
+    body, old, new, last = predicted_body()
+    num_changed = int(np.count_nonzero(old != new))
+    for length in range(len(body)):
+        assert outcome(native, body[:length], num_changed, old, last) is DamagedError
+    for bit in range(8 * len(body)):
+        flipped = bytearray(body)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert_same_outcome(native, bytes(flipped), num_changed, old, last)
+
+
+def test_predicted_body_needs_the_change_before(native: Kernel) -> None:
+    body, old, new, last = predicted_body()
+    num_changed = int(np.count_nonzero(old != new))
+    assert outcome(native, body, num_changed, old, None) is LastChangeMissingError
+    none = np.empty(0, np.int64), np.empty(0, np.uint16)
+    for wrong in (none, (last[0][::2], last[1][::2]), (np.arange(len(old)), old ^ np.uint16(1))):
+        assert outcome(native, body, num_changed, old, wrong) is WrongBaseError
+        assert outcome(REFERENCE, body, num_changed, old, wrong) is WrongBaseError
+    assert isinstance(outcome(native, body, num_changed, old, last), NativeDecoding)
+
+
+def test_change_before_of_other_widths_is_refused(native: Kernel) -> None:
+    bits = np.zeros(100, np.uint16)
+    with pytest.raises(ValueError, match="change before"):
+        native.encode(
+            [bits], [bits + np.uint16(1)], starts=[0], cuts=b"", crowded=1, last=(np.arange(3), np.zeros(3, np.uint32))
+        )
 
 
 def test_changes_stated_must_be_those_of_the_body(native: Kernel) -> None:

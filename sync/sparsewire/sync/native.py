@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 ABI = 2
 """Must equal SPARSEWIRE_ABI of native/abi.h: a library built from other sources is refused."""
 
+MISSING_LAST_CHANGE = "chunk: it is coded against the change before, which is not at hand: take another path"
+
 LIBRARY = Path(__file__).with_name("native") / "kernel.so"
 
 _TOO_SMALL = -7
@@ -295,9 +297,7 @@ class Kernel:
         code = self._run(self._library.sparsewire_decode, job)
         del kept
         if code == _WRONG_LAST_CHANGE and last is None:
-            raise LastChangeMissingError(
-                "chunk: it is coded against the change before, which is not at hand: take a path without such links"
-            )
+            raise LastChangeMissingError(MISSING_LAST_CHANGE)
         if code:
             raise _refusal(code)
         result = NativeDecoding(

@@ -53,7 +53,7 @@ from sparsewire.sync.codec.steps import (
 )
 from sparsewire.sync.codec.streams import Reader, write_varint
 from sparsewire.sync.errors import DamagedError, LastChangeMissingError, UnsupportedFormatError, WrongBaseError
-from sparsewire.sync.native import LastBits
+from sparsewire.sync.native import MISSING_LAST_CHANGE, LastBits
 from sparsewire.sync.types import Bits, Indices
 
 PREDICTED_FLAG = 1
@@ -295,9 +295,7 @@ def rebuild(parsed: ParsedBody, old: Bits, last: LastBits | None = None) -> tupl
         LastChangeMissingError: the body has predictions and `last` is None.
     """
     if parsed.gain is not None and last is None:
-        raise LastChangeMissingError(
-            "chunk: it is coded against the change before, which is not at hand: take a path without such links"
-        )
+        raise LastChangeMissingError(MISSING_LAST_CHANGE)
     classes = ExponentClasses(old, parsed.cuts)
     positions, steps = [], []
     for number, changes in enumerate(parsed.classes):
