@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from sparsewire.rollout.config import WorkerConfig
 from sparsewire.rollout.loop import DRAIN_TIMEOUT, run_worker
+from sparsewire.sync.block_fp8 import block_fp8_view
 from sparsewire.sync.errors import ConfigError, DeadlineExceededError, HandshakeError, SparsewireError
 from sparsewire.sync.publisher import Publisher
 from sparsewire.sync.rpc import start_server
@@ -223,6 +225,34 @@ def test_wrong_model_is_refused_before_the_first_version(
         assert isinstance(worker.error, HandshakeError)
         assert "model.layers.2.mlp.up_proj.weight" in str(worker.error)
         assert not worker.events("version_applied")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_run_in_another_dtype_is_seeded_loaded_and_followed_in_it(
+    tiny_model: Path, tiny_weights: Weights, nudged: Nudged, tmp_path: Path, dtype: type[np.generic]
+) -> None:
+    with open_learner(tmp_path, settings()) as learner:
+        weights = {name: array.astype(dtype) for name, array in tiny_weights.items()}
+        learner.publisher.publish(weights)
+        with Worker(config(learner, tiny_model, tmp_path / "worker")) as worker:
+            assert learner.ledger.wait_for_groups(1, timeout=timedelta(seconds=30))
+            manifest = learner.publisher.publish(nudged(weights, 1), step=1)
+            learner.ledger.finish()
+            worker.join()
+        assert worker.error is None
+        assert worker.events("worker_start")[0]["seeded"]
+        (live,) = worker.events("live_weights")
+        assert (live["version"], live["digest"]) == (1, manifest.version_digest.hex())
+
+
+def test_a_block_fp8_run_is_refused_with_what_to_do(tiny_model: Path, tiny_weights: Weights, tmp_path: Path) -> None:
+    with open_learner(tmp_path, settings()) as learner:
+        learner.publisher.publish(block_fp8_view(tiny_weights))
+        with Worker(config(learner, tiny_model, tmp_path / "worker")) as worker:
+            worker.join()
+        assert isinstance(worker.error, HandshakeError)
+        assert 'view = "bf16"' in str(worker.error)
+        assert "model.layers.0.mlp.up_proj.weight is F8_E4M3[128, 64] in the run" in str(worker.error)
 
 
 def test_unknown_task_ends_the_worker_with_suggestions(tiny_model: Path, tiny_weights: Weights, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from sparsewire.trainer import LearnerConfig
+from sparsewire.trainer import LearnerConfig, ViewKind
 
 
 def _fields(**changes: object) -> dict[str, Any]:
@@ -68,3 +68,23 @@ def test_values_of_unknown_keys_are_never_shown() -> None:
         LearnerConfig(**_fields(s3_secret="hunter2-hunter2"))
     assert "hunter2" not in str(caught.value)
     assert "s3_secret" in str(caught.value)
+
+
+def test_the_view_is_bf16_unless_told_otherwise() -> None:
+    assert LearnerConfig(**_fields()).view is ViewKind.BF16
+    config = LearnerConfig(**_fields(view="fp8-block", modules_to_not_convert=["gate", "self_attn"]))
+    assert config.view is ViewKind.FP8_BLOCK
+    assert config.modules_to_not_convert == ("gate", "self_attn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"view": "fp8"}, "'bf16', 'fp16', 'fp32' or 'fp8-block'"),
+        ({"modules_to_not_convert": ["self_attn"]}, 'for view = "fp8-block" only, and view is "bf16"'),
+        ({"view": "fp8-block", "modules_to_not_convert": [""]}, "empty name"),
+    ],
+)
+def test_a_view_that_means_nothing_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LearnerConfig(**_fields(**changes))

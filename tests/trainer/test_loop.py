@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from sparsewire.sync import Subscriber
 from sparsewire.sync.errors import ConfigError, DeadlineExceededError
 from sparsewire.trainer import LearnerConfig
 from sparsewire.trainer.checkpoint import CheckpointStore
-from sparsewire.trainer.config import ComputeDtype
+from sparsewire.trainer.config import ComputeDtype, ViewKind
 from sparsewire.trainer.extract import local_view
 from sparsewire.trainer.learner import Learner, LearnerSettings
 from sparsewire.trainer.loop import run_learner
@@ -88,6 +89,10 @@ def _port(config: LearnerConfig, wait_until: WaitUntil, *, starts: int = 1) -> i
     return int(events_of(config, "serving")[-1]["trajectories_port"])
 
 
+def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return array.view(f"u{array.itemsize}")
+
+
 def _final_bits(config: LearnerConfig) -> dict[str, Any]:
     """Return the bits of the view of the newest checkpoint."""
     with open_process_group() as group:
@@ -98,7 +103,7 @@ def _final_bits(config: LearnerConfig) -> dict[str, Any]:
         seal = store.load_newest(learner)
         assert seal is not None
         assert seal.step == config.num_steps
-        return {name: shard.array.view(np.uint16) for name, shard in local_view(model).items()}
+        return {name: _bits(shard.array) for name, shard in local_view(model, kind=config.view).items()}
 
 
 def _check_complete(config: LearnerConfig) -> None:
@@ -119,16 +124,18 @@ def _check_complete(config: LearnerConfig) -> None:
         assert event["num_trajectories"] == num_step_trajectories
     with Subscriber.open(config.store, run=config.run) as subscriber:
         assert subscriber.sync() == versions[-1]
-        tensors = {name: tensor.view(np.uint16) for name, tensor in subscriber.tensors().items()}
+        tensors = {name: _bits(tensor) for name, tensor in subscriber.tensors().items()}
     final = _final_bits(config)
     assert tensors.keys() == final.keys()
     for name, bits in final.items():
         np.testing.assert_array_equal(tensors[name], bits)
 
 
+@pytest.mark.parametrize("view", [ViewKind.BF16, ViewKind.FP8_BLOCK])
 def test_a_run_trains_publishes_every_step_and_accounts_for_every_trajectory(
-    config: LearnerConfig, tmp_path: Path, scripted_worker: Callable[..., Any], wait_until: WaitUntil
+    config: LearnerConfig, tmp_path: Path, scripted_worker: Callable[..., Any], wait_until: WaitUntil, view: ViewKind
 ) -> None:
+    config = config.model_copy(update={"view": view})
     with learner_thread(config, threading.Event()) as done:
         port = _port(config, wait_until)
         weights = f"grpc://127.0.0.1:{events_of(config, 'serving')[0]['weights_port']}"
@@ -139,6 +146,7 @@ def test_a_run_trains_publishes_every_step_and_accounts_for_every_trajectory(
             ) as worker,
         ):
             assert subscriber.sync() >= 0
+            assert subscriber.seeded_version == 0
             worker.join(_PATIENCE)
         done.result(_PATIENCE.total_seconds())
     _check_complete(config)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsewire.rollout.engine import EngineTensor, Placement
+from sparsewire.sync.block_fp8 import SCALE_SUFFIX
 from sparsewire.sync.errors import HandshakeError
-from sparsewire.sync.types import Schema, TensorSpec
+from sparsewire.sync.types import Dtype, Schema, TensorSpec
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"})
 _PREFIXES = frozenset({"model", "language_model"})
@@ -102,7 +103,7 @@ def handshake(schema: Schema, tensors: Sequence[EngineTensor]) -> Binding:
         report = "\n".join(f"  {title} ({len(items)}): {_listed(items)}" for title, items in sections.items())
         raise HandshakeError(
             f"the engine cannot place every tensor of the run, so no version will be loaded:\n{report}\n"
-            "  serve the model that the run trains, or publish exactly the tensors that the engine lists"
+            f"  {_remedy(schema, by_name)}"
         )
     return Binding(
         places=tuple(roots[placed[spec.name]] for spec in schema),
@@ -111,6 +112,18 @@ def handshake(schema: Schema, tensors: Sequence[EngineTensor]) -> Binding:
         frozen=tuple(frozen),
         derived=tuple(derived),
     )
+
+
+def _remedy(schema: Schema, by_name: Mapping[str, EngineTensor]) -> str:
+    """Return what to do when the run's tensors do not fit."""
+    scales = [spec.name + SCALE_SUFFIX for spec in schema if spec.dtype is Dtype.F8_E4M3]
+    if any(name in schema.index and name not in by_name for name in scales):
+        return (
+            "the run publishes block-fp8 weights with scales, and this engine computes without scales: serve the run "
+            'with an engine for block-fp8 checkpoints (vLLM), or start a run with view = "bf16" in the learner\'s '
+            "configuration"
+        )
+    return "serve the model that the run trains, or publish exactly the tensors that the engine lists"
 
 
 def _pair(ours: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:

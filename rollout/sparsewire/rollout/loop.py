@@ -48,7 +48,7 @@ from sparsewire.sync.telemetry import EventLog, serve_metrics
 from sparsewire.sync.trajectories.client import LeaseClient, TrajectorySender
 from sparsewire.sync.trajectories.spool import TrajectorySpool
 from sparsewire.sync.trajectories.types import Lease, LeaseReply, Trajectory
-from sparsewire.sync.types import Schema
+from sparsewire.sync.types import Dtype, Schema
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,10 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: ti
         schema = _await_schema(subscriber, config, stop)
         if schema is None:
             return
+        if (dtype := _engine_dtype(schema)) is not torch.bfloat16:
+            engine.close()
+            engine = TransformersEngine.open(config.model, device=config.device, dtype=dtype)
+            stack.callback(engine.close)
         logger.info("handshake with run %s: %s", config.run, handshake(schema, engine.describe()))
         engine.bind(schema)
         updater = Updater(
@@ -319,6 +323,13 @@ def _await_schema(subscriber: Subscriber, config: WorkerConfig, stop: threading.
         stop.wait(min(_MAX_RETRY_SECONDS, _MIN_RETRY_SECONDS * 2.0 ** min(num_tries, 3)))
         num_tries += 1
     return None
+
+
+def _engine_dtype(schema: Schema) -> torch.dtype:
+    """Return the dtype that most elements of the run have, among those that the engine computes in."""
+    kinds = {Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16, Dtype.F32: torch.float32}
+    num_elements = {kind: sum(spec.num_elements for spec in schema if spec.dtype is kind) for kind in kinds}
+    return kinds[max(num_elements, key=lambda kind: num_elements[kind])]
 
 
 def _await_served(updater: Updater, config: WorkerConfig, stop: threading.Event) -> bool:

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sparsewire.sync.block_fp8 import SCALE_SUFFIX
 from sparsewire.sync.digest import TensorDigest, digest_bits
 from sparsewire.sync.errors import ConfigError, DamagedError, SchemaMismatchError
 from sparsewire.sync.mirror import Weights
-from sparsewire.sync.types import Dtype, TensorSpec
+from sparsewire.sync.quantize import quantize_blocks
+from sparsewire.sync.types import Dtype, Schema, TensorSpec
 
 _MAX_HEADER_BYTES = 100 << 20
 _BLOCK_ELEMENTS = 1 << 20
@@ -83,14 +85,24 @@ def _open_file(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 def seed_weights(weights: Weights, checkpoint: Mapping[str, npt.NDArray[Any]]) -> tuple[TensorDigest, ...]:
     """Copy every tensor of the schema from the checkpoint, cast to the view's dtype (round to nearest even) where it differs.
 
-    Returns the digests of what was written, in schema order.
+    For a run in block-fp8, bf16 weights are quantised. Returns the digests of what was written, in schema order.
 
     Raises:
-        SchemaMismatchError: a tensor is missing or has another shape; names it.
+        SchemaMismatchError: a tensor is missing, has another shape, or cannot be quantised; names it.
     """
     digests = []
+    scales: dict[str, npt.NDArray[Any]] = {}
     for number, spec in enumerate(weights.schema):
-        array = checkpoint.get(spec.name)
+        # A name sorts before that of its scales, so these are made by the time they are needed.
+        array = scales.pop(spec.name, None)
+        if array is None:
+            array = checkpoint.get(spec.name)
+        scales_name = spec.name + SCALE_SUFFIX
+        if array is not None and _is_to_quantize(array, spec, weights.schema, scales_name):
+            try:
+                array, scales[scales_name] = quantize_blocks(array, name=spec.name)
+            except ConfigError as error:
+                raise SchemaMismatchError(f"the run is in block-fp8: {error}") from error
         if array is None or array.shape != spec.shape or prod(array.shape) != spec.num_elements:
             have = "nothing of that name" if array is None else f"shape {list(array.shape)}"
             raise SchemaMismatchError(
@@ -103,3 +115,7 @@ def seed_weights(weights: Weights, checkpoint: Mapping[str, npt.NDArray[Any]]) -
             target[at : at + len(part)] = part.view(spec.dtype.bits)
         digests.append(digest_bits(target))
     return tuple(digests)
+
+
+def _is_to_quantize(array: npt.NDArray[Any], spec: TensorSpec, schema: Schema, scales_name: str) -> bool:
+    return spec.dtype is Dtype.F8_E4M3 and array.dtype == Dtype.BF16.numpy and scales_name in schema.index

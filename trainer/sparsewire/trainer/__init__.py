@@ -10,6 +10,6 @@ full.
 
 from __future__ import annotations
 
-from sparsewire.trainer.config import ComputeDtype, Device, LearnerConfig
+from sparsewire.trainer.config import ComputeDtype, Device, LearnerConfig, ViewKind
 
-__all__ = ["LearnerConfig", "Device", "ComputeDtype"]
+__all__ = ["LearnerConfig", "Device", "ComputeDtype", "ViewKind"]

@@ -15,6 +15,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from sparsewire.sync.block_fp8 import MODULES_TO_NOT_CONVERT
 from sparsewire.sync.errors import ConfigError
 from sparsewire.sync.rpc import check_address
 
@@ -35,6 +36,18 @@ class ComputeDtype(StrEnum):
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+
+
+class ViewKind(StrEnum):
+    """What the learner publishes of its float32 weights, rounded to nearest even."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    """Magnitudes from 65,520 become infinite."""
+    FP32 = "fp32"
+    """Every step changes nearly every element, so versions cost nearly a full checkpoint."""
+    FP8_BLOCK = "fp8-block"
+    """The bf16 view with its linear weights in e4m3 and a float32 scale for every 128 x 128 elements."""
 
 
 class LearnerConfig(BaseModel):
@@ -88,6 +101,10 @@ class LearnerConfig(BaseModel):
     """Threads that torch may use for one operator on the CPU."""
 
     publish_every_steps: int = Field(default=1, ge=1)
+    view: ViewKind = ViewKind.BF16
+    """Dtype of the weights that workers get."""
+    modules_to_not_convert: tuple[str, ...] = MODULES_TO_NOT_CONVERT
+    """With `view = "fp8-block"`: modules within layers whose matrix stays bf16, by name or by parts of it."""
     anchor_fraction: float = Field(default=0.5, gt=0.0)
     """An anchor is written once the deltas since the last outweigh this fraction of it."""
     retain_versions: int = Field(default=32, ge=2)
@@ -140,6 +157,19 @@ class LearnerConfig(BaseModel):
     def _averages_forget(cls, value: tuple[float, float]) -> tuple[float, float]:
         if max(value) >= 1.0:
             raise _problem(f"betas are {value}: both must be below 1")
+        return value
+
+    @field_validator("modules_to_not_convert")
+    @classmethod
+    def _something_is_converted(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        view = info.data.get("view")
+        if value != MODULES_TO_NOT_CONVERT and view is not None and view is not ViewKind.FP8_BLOCK:
+            raise _problem(
+                f'modules_to_not_convert means something for view = "{ViewKind.FP8_BLOCK}" only, and view is "{view}": '
+                "remove one of them"
+            )
+        if not all(value):
+            raise _problem("modules_to_not_convert holds an empty name: remove it")
         return value
 
     @field_validator("retain_versions")

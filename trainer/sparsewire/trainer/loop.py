@@ -8,7 +8,7 @@
                               ▲                                              │
                               └── trained(step) ◄────────────────────────────┤
                                                                              ▼
-    fetch  ◄══ gRPC ══ WeightServicer ◄── store ◄── publish thread ◄── view (bf16, own shard)
+    fetch  ◄══ gRPC ══ WeightServicer ◄── store ◄── publish thread ◄── view (cast, own shard)
                                                     commit ─ event           │
                                                                              ▼ every K steps, once committed
                                                                         checkpoint ─ ledger.checkpoint
@@ -50,7 +50,7 @@ from sparsewire.sync.trajectories.types import SamplingParams
 from sparsewire.sync.weight_service import WeightServicer
 from sparsewire.trainer.batch import TrainingBatch
 from sparsewire.trainer.checkpoint import CheckpointStore, Seal
-from sparsewire.trainer.config import LearnerConfig
+from sparsewire.trainer.config import LearnerConfig, ViewKind
 from sparsewire.trainer.feed import BatchFeed, drain
 from sparsewire.trainer.learner import Learner, LearnerSettings, StepStats
 from sparsewire.trainer.loss import ClipRange
@@ -115,7 +115,8 @@ def run_learner(config: LearnerConfig, *, stop: threading.Event) -> None:
             compute_dtype=config.compute_dtype,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile,
-            dither_seed=config.seed,
+            # A view finer than bfloat16 would show the dither: version 0 would not be the checkpoint.
+            dither_seed=config.seed if config.view in (ViewKind.BF16, ViewKind.FP8_BLOCK) else None,
         )
         learner = Learner(model=model, group=group, settings=_learner_settings(config))
         publisher = stack.enter_context(
@@ -248,7 +249,13 @@ class _Loop:
         self._group = group
         self._learner = learner
         self._publisher = publisher
-        self._outlet = Outlet(publisher=publisher, model=learner.model)
+        self._outlet = Outlet(
+            publisher=publisher,
+            model=learner.model,
+            kind=config.view,
+            ranks=group.control,
+            modules_to_not_convert=config.modules_to_not_convert,
+        )
         self._checkpoints = checkpoints
         self._ledger = ledger
         self._events = events
@@ -389,7 +396,7 @@ class _Loop:
             step=manifest.step,
             kind=manifest.kind.value,
             wire_bytes=report.wire_bytes,
-            full_bytes=2 * manifest.num_elements,
+            full_bytes=self._outlet.view_bytes,
             num_changed=manifest.num_changed,
             num_elements=manifest.num_elements,
             density=manifest.density,

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from math import prod
 
+from sparsewire.sync.block_fp8 import MODULES_TO_NOT_CONVERT
 from sparsewire.sync.errors import DeadlineExceededError, StoreUnavailableError
 from sparsewire.sync.manifest import Manifest
 from sparsewire.sync.publisher import Publisher
+from sparsewire.sync.ranks import SOLO, Ranks
+from sparsewire.sync.view import Shard
+from sparsewire.trainer.config import ViewKind
 from sparsewire.trainer.extract import local_view
 from sparsewire.trainer.model import CausalLM
 
@@ -30,9 +36,23 @@ IN_FLIGHT_TIMEOUT = timedelta(minutes=30)
 class Outlet:
     """Publishes a model's weights, step after step."""
 
-    def __init__(self, *, publisher: Publisher, model: CausalLM) -> None:
+    def __init__(
+        self,
+        *,
+        publisher: Publisher,
+        model: CausalLM,
+        kind: ViewKind = ViewKind.BF16,
+        ranks: Ranks = SOLO,
+        modules_to_not_convert: Sequence[str] = MODULES_TO_NOT_CONVERT,
+    ) -> None:
+        """Publish what `local_view` makes of the model; `ranks` are those of the steps' thread."""
         self._publisher = publisher
         self._model = model
+        self._kind = kind
+        self._ranks = ranks
+        self._modules_to_not_convert = modules_to_not_convert
+        self.view_bytes = 0
+        """Bytes of the whole view, all ranks together; known from the first publish on."""
         self._flight: Future[Manifest] | None = None
         self._flight_version = -1
         self._num_failures = 0
@@ -52,15 +72,22 @@ class Outlet:
             FencedError: another learner has taken over the run.
             StoreError: the store refused or is away.
         """
-        return self._publisher.publish(local_view(self._model), step=step, stepped_unix_seconds=time.time())
+        return self._publisher.publish(self._view(), step=step, stepped_unix_seconds=time.time())
 
     def start(self, *, step: int, stepped_unix_seconds: float) -> None:
         """Hand the weights over to be committed in the background. Collective; `settle` first."""
         assert self._flight is None, "a version is in flight"
         self._flight_version = self.version + 1
         self._flight = self._publisher.publish_in_background(
-            local_view(self._model), step=step, stepped_unix_seconds=stepped_unix_seconds
+            self._view(), step=step, stepped_unix_seconds=stepped_unix_seconds
         )
+
+    def _view(self) -> dict[str, Shard]:
+        view = local_view(
+            self._model, kind=self._kind, ranks=self._ranks, modules_to_not_convert=self._modules_to_not_convert
+        )
+        self.view_bytes = sum(prod(shard.shape) * shard.array.itemsize for shard in view.values())
+        return view
 
     def settle(self) -> bool:
         """Wait for the version in flight; return False when the store was away, so that it is not committed.
