@@ -109,7 +109,7 @@ def main() -> None:
         text = torch.from_numpy(np.stack([data[at : at + LENGTH + 1] for at in starts]).astype(np.int64))
         loss = nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.item()

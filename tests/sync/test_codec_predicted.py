@@ -102,7 +102,7 @@ def patch_of(before: Bits, after: Bits, tensor: int = 0, start: int = 0) -> Tens
 
 
 def encode(before: Bits, old: Bits, new: Bits) -> EncodedChunk:
-    last = LastChange([patch_of(before, old)])
+    last = LastChange.of([patch_of(before, old)])
     return encode_chunk(Dtype.BF16, [Segment(0, 0, len(old))], [old], [new], last=last)
 
 
@@ -113,7 +113,7 @@ def test_predicted_chunk_is_smaller_and_comes_back() -> None:
     assert predicted.predicted
     assert not plain.predicted
     assert len(predicted.payload) < 0.93 * len(plain.payload)
-    last = LastChange([patch_of(before, old)])
+    last = LastChange.of([patch_of(before, old)])
     (patch,) = decode_chunk(predicted.payload, schema=None, base=lambda _: old, last=last).patches
     assert patch.indices is not None
     assert np.array_equal(patch.indices, np.flatnonzero(old != new))
@@ -134,9 +134,9 @@ def test_last_change_may_come_in_any_form_and_in_pieces() -> None:
         patch_of(before[bounds[0]], old[bounds[0]], tensor=1, start=5),
         patch_of(before[bounds[1]] ^ np.uint16(3), old[bounds[1]], tensor=1, start=9_500),
     ]
-    one_by_one = LastChange([*reversed(sparse), dense])
+    one_by_one = LastChange.of([*reversed(sparse), dense])
     rest = patch_of(before[bounds[2]], old[bounds[2]], tensor=4)
-    as_sparse = LastChange([rest, *sparse])
+    as_sparse = LastChange.of([rest, *sparse])
     payloads = [
         encode_chunk(
             Dtype.BF16, segments, list(held.values()), [new[part] for part in bounds], cuts=b"\x70\x78", last=last
@@ -160,7 +160,7 @@ def test_change_before_that_shares_nothing_gives_the_plain_chunk() -> None:
     segments = [Segment(0, 0, len(old))]
     plain = encode_chunk(Dtype.BF16, segments, [old], [new])
     assert encode(before, old, new).payload == plain.payload
-    assert encode_chunk(Dtype.BF16, segments, [old], [new], last=LastChange([])).payload == plain.payload
+    assert encode_chunk(Dtype.BF16, segments, [old], [new], last=LastChange.of([])).payload == plain.payload
 
 
 def test_predictions_that_mislead_are_left_out() -> None:
@@ -173,11 +173,11 @@ def test_predictions_that_mislead_are_left_out() -> None:
 def test_other_dtypes_are_not_predicted() -> None:
     before, old, new = three_versions(6, 20_000)
     segments = [Segment(0, 0, len(old))]
-    last = LastChange([patch_of(before, old)])
+    last = LastChange.of([patch_of(before, old)])
     for dtype in (Dtype.U16, Dtype.F16):
         assert not encode_chunk(dtype, segments, [old], [new], last=last).predicted
     wide = [bits.astype(np.uint32) << np.uint32(16) for bits in (before, old, new)]
-    last = LastChange([patch_of(wide[0], wide[1])])
+    last = LastChange.of([patch_of(wide[0], wide[1])])
     assert not encode_chunk(Dtype.F32, segments, [wide[1]], [wide[2]], last=last).predicted
 
 
@@ -198,10 +198,10 @@ def test_another_change_before_is_refused_like_a_wrong_base() -> None:
     shifted[far] ^= np.uint16(0x8000)
     fewer = slice(0, len(right.values) // 2)
     wrong = [
-        LastChange([]),
-        LastChange([patch_of(np.where(old == new, before, old), old)]),
-        LastChange([TensorPatch(tensor=0, start=0, count=len(old), indices=right.indices, values=right.values, undo=shifted)]),
-        LastChange(
+        LastChange.of([]),
+        LastChange.of([patch_of(np.where(old == new, before, old), old)]),
+        LastChange.of([TensorPatch(tensor=0, start=0, count=len(old), indices=right.indices, values=right.values, undo=shifted)]),
+        LastChange.of(
             [
                 TensorPatch(
                     tensor=0,
@@ -213,8 +213,8 @@ def test_another_change_before_is_refused_like_a_wrong_base() -> None:
                 )
             ]
         ),
-        LastChange([patch_of(before, old, tensor=1)]),
-        LastChange([patch_of(np.random.default_rng(8).permutation(before), old)]),
+        LastChange.of([patch_of(before, old, tensor=1)]),
+        LastChange.of([patch_of(np.random.default_rng(8).permutation(before), old)]),
     ]  # fmt: skip
     for last in wrong:
         with pytest.raises(WrongBaseError):
@@ -227,14 +227,14 @@ def test_another_base_is_refused_whatever_the_change_before() -> None:
     other = old.copy()
     other[np.flatnonzero(old != new)[::7]] ^= np.uint16(1)
     with pytest.raises(WrongBaseError):
-        decode_chunk(payload, schema=None, base=lambda _: other, last=LastChange([patch_of(before, other)]))
+        decode_chunk(payload, schema=None, base=lambda _: other, last=LastChange.of([patch_of(before, other)]))
 
 
 def test_every_truncation_and_every_flipped_bit_of_a_predicted_chunk_is_refused() -> None:
     before, old, new = three_versions(10, 1_200)
     chunk = encode(before, old, new)
     assert chunk.predicted
-    last = LastChange([patch_of(before, old)])
+    last = LastChange.of([patch_of(before, old)])
     for size in range(len(chunk.payload)):
         with pytest.raises(DamagedError):
             decode_chunk(chunk.payload[:size], schema=None, base=lambda _: old, last=last)
@@ -258,11 +258,11 @@ def test_predictions_of_other_dtypes_ask_for_an_upgrade() -> None:
             modes=[Mode.CLASSED],
             num_changed=len(at),
             changes=body,
-            dense=b"",
+            dense=[],
             check=ZERO,
         )
         with pytest.raises(UnsupportedFormatError, match="upgrade"):
-            decode_chunk(payload, schema=None, base=lambda _: old, last=LastChange([patch_of(before, old)]))
+            decode_chunk(payload, schema=None, base=lambda _: old, last=LastChange.of([patch_of(before, old)]))
     for width in (1, 4, 8):
         with pytest.raises(UnsupportedFormatError, match="upgrade"):
             parse_classed(memoryview(body), num_changed=len(at), num_elements=len(old), width=width)
