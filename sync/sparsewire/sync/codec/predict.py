@@ -19,7 +19,7 @@ GAINS = (112, 116, 120, 124, 128, 108, 104, 96, 80, 64, 136, 144)
 """What the writer tries, the most likely first. Adam with beta1 = 0.9 at a constant rate is best served by 0.875 on the traces,
 at a rate that rises or with a short second moment by more."""
 
-SAMPLE = 1024
+SAMPLE = 512
 """Changed elements, at most, that gains are tried on."""
 
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = 32, 254

@@ -180,17 +180,11 @@ SW_INLINE int64_t place_unclassed(struct decoder *d, const struct segments *segm
 static int64_t settle_predictions(const struct decoder *d, const struct segments *segments, struct records *records,
                                   struct again *again, const struct last_change *last) {
     enum { W = SW_PREDICTED_WIDTH };
-    const float gain = (float)d->gain / SW_GAIN_UNIT;
     /* Of every class the next plain step and the next one from a prediction, and where those end. */
     uint64_t next[SW_MAX_CLASSES][2], stop[SW_MAX_CLASSES][2];
     uint32_t has_predictions[SW_MAX_CLASSES];
     find_again(again, segments, records, 1, last);
-    for (uint64_t i = 0; i < again->num; i++) {
-        const uint32_t old = (uint32_t)load_element(records->old, again->records[i], W);
-        again->before[i] = predict_bits(old, again->before[i], gain);
-    }
-    again->records[again->num] = UINT32_MAX;
-    again->before[again->num] = 0;
+    give_hints(again, records, d->gain, 0);
     for (uint32_t class_ = 0; class_ < d->num_classes; class_++) {
         const struct class_entry *entry = &d->entry[class_];
         has_predictions[class_] = entry->num_predicted != 0;
@@ -198,20 +192,18 @@ static int64_t settle_predictions(const struct decoder *d, const struct segments
         next[class_][1] = stop[class_][0] = entry->first + entry->num_changed - entry->num_predicted;
         stop[class_][1] = entry->first + entry->num_changed;
     }
-    uint64_t at = 0;
     uint32_t none_moved = 0;
     for (uint64_t i = 0; i < records->num; i++) {
         const uint32_t old = (uint32_t)load_element(records->old, i, W);
         const uint32_t class_ = d->classes.of_key[key_of(old, W)];
-        const uint32_t is_again = again->records[at] == i;
-        const uint32_t predicted = is_again & has_predictions[class_];
-        const uint32_t from = predicted ? again->before[at] : old;
+        const uint32_t hint = again->hints[i];
+        const uint32_t predicted = hint >> 16 & has_predictions[class_];
+        const uint32_t from = predicted ? hint : old;
         const uint64_t place = next[class_][predicted]++;
         if (SW_UNLIKELY(place >= stop[class_][predicted])) return SW_WRONG_LAST_CHANGE;
         const uint32_t new_ = (from + (uint32_t)load_element(d->steps, place, W)) & 0xFFFF;
         none_moved |= new_ == old;
         store_element(records->new_, i, new_, W);
-        at += is_again;
     }
     return none_moved ? SW_WRONG_LAST_CHANGE : 0;
 }

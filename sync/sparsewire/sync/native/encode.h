@@ -60,15 +60,13 @@ struct encoder {
     uint8_t *exceptions;
     uint16_t *words;                   /* filled from its end */
     uint8_t *body;                     /* all streams, assembled */
-    int has_last;                      /* the next four exist */
+    int has_last;                      /* the next ones exist */
     uint32_t *hints;                   /* aligned with ranks: SW_HINTED and the step from the prediction, or 0 */
-    uint32_t *record_hints;            /* the same by record */
+    const uint32_t *record_hints;      /* the same by record */
     uint8_t *plain_steps;              /* of one class: those without a hint, and those from predictions */
     uint8_t *predicted_steps;
     uint64_t words_capacity;
 };
-
-#define SW_HINTED (1u << 16)
 
 /* Lays out scratch; returns the bytes used. With `base` NULL it only counts. */
 static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_elements, uint64_t num_changed,
@@ -95,7 +93,6 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
     e->body = take_scratch(base, &used, used - streams_at);
     if (e->has_last) {
         e->hints = take_scratch(base, &used, 4 * listed);
-        e->record_hints = take_scratch(base, &used, 4 * num_changed);
         e->plain_steps = take_scratch(base, &used, width * num_changed);
         e->predicted_steps = take_scratch(base, &used, width * num_changed);
     }
@@ -480,21 +477,6 @@ SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, 
     return total;
 }
 
-/* Notes for every record where it was headed; returns the gain, 0 when the change before has none of them. */
-static uint32_t hint_records(struct encoder *e, const struct records *records, const struct again *again) {
-    if (!again->num) return 0;
-    const uint32_t chosen = choose_gain(again, records);
-    const float gain = (float)chosen / SW_GAIN_UNIT;
-    memset(e->record_hints, 0, 4 * records->num);
-    for (uint64_t i = 0; i < again->num; i++) {
-        const uint32_t record = again->records[i];
-        const uint32_t old = (uint32_t)load_element(records->old, record, SW_PREDICTED_WIDTH);
-        const uint32_t new_ = (uint32_t)load_element(records->new_, record, SW_PREDICTED_WIDTH);
-        e->record_hints[record] = SW_HINTED | (uint16_t)(new_ - predict_bits(old, again->before[i], gain));
-    }
-    return chosen;
-}
-
 SW_INLINE int64_t encode_segments(struct sparsewire_encode *job, uint32_t width) {
     const struct segments segments = {job->num_segments, job->table};
     struct classes classes;
@@ -529,7 +511,11 @@ SW_INLINE int64_t encode_segments(struct sparsewire_encode *job, uint32_t width)
         if (e.has_last) {
             lay_out_again(&again, job->scratch + records_bytes, records.num);
             find_again(&again, &segments, &records, 0, &last);
-            gain = hint_records(&e, &records, &again);
+            if (again.num) {
+                gain = choose_gain(&again, &records);
+                give_hints(&again, &records, gain, 1);
+                e.record_hints = again.hints;
+            }
         }
         job->body_bytes = write_body(&e, &records, &sizes, job->cuts, classes.num_classes, gain, width);
         job->body_at = (uint64_t)(e.body - job->scratch);
