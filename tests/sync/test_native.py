@@ -159,9 +159,7 @@ def outcome(
         return type(error)
 
 
-def assert_same_outcome(
-    native: Kernel, body: bytes, num_changed: int, old: Bits, last: LastBits | None = None
-) -> None:
+def assert_same_outcome(native: Kernel, body: bytes, num_changed: int, old: Bits, last: LastBits | None = None) -> None:
     ours, theirs = (outcome(coder, body, num_changed, old, last) for coder in (native, REFERENCE))
     if isinstance(ours, NativeDecoding) and isinstance(theirs, NativeDecoding):
         assert np.array_equal(ours.indices, theirs.indices)
