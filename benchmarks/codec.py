@@ -5,7 +5,7 @@
 Sizes are exact. "payload" is the chunks, "all" is what a publisher stores for the version: packs and manifest. The bound
 is the entropy of positions and steps given the exponent of the old weight. Speeds are of one thread unless said, in GB/s
 of one bf16 array, medians of rounds that measure everything in turn; their ratios are to a bare loop that compares the two
-arrays with the machine's best instructions. ARCv3 is measured when `fireworks-delta-compression` is installed.
+arrays with the machine's best instructions. "predicted" is for deltas of traces that have one before them, with that as history. ARCv3 is measured when `fireworks-delta-compression` is installed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from sparsewire.sync.codec import (
 )
 from sparsewire.sync.codec.classed import encode_classed
 from sparsewire.sync.codec.cuts import fit_partition
-from sparsewire.sync.delta import apply_patch
+from sparsewire.sync.delta import LastChange, TensorPatch, apply_patch, changed_positions
 from sparsewire.sync.digest import digest_bits
 from sparsewire.sync.native import kernel
 from sparsewire.sync.publisher import Publisher
@@ -85,6 +85,8 @@ class Sizes:
     arc_v3_median: float | None
     arc_v3_best: float | None
     arc_v2: float | None
+    predicted: float | None
+    """Payload when the change before is at hand, where the input has one."""
     raw: float = RAW_BYTES_PER_CHANGE
 
 
@@ -105,6 +107,10 @@ class Speeds:
     decode_of_compare: float
     base_free_encode: float
     base_free_decode: float
+    predicted_encode: float | None
+    predicted_decode: float | None
+    predicted_encode_of_compare: float | None
+    predicted_decode_of_compare: float | None
     arc_v3_encode: float | None
     arc_v3_decode: float | None
     scatter_changes_per_second: float
@@ -145,8 +151,9 @@ class Calibration:
 class Codec:
     """A delta ready to be encoded and decoded chunk by chunk, as publisher and mirror do."""
 
-    def __init__(self, *, delta: Delta, profile: Profile) -> None:
+    def __init__(self, *, delta: Delta, profile: Profile, last: LastChange | None = None) -> None:
         self._profile = profile
+        self._last = last
         self._names = sorted(delta.old)
         self._old = [delta.old[name].reshape(-1) for name in self._names]
         self._new = [delta.new[name].reshape(-1) for name in self._names]
@@ -166,12 +173,13 @@ class Codec:
             [self._new[segment.tensor][segment.start : segment.stop] for segment in plan.segments],
             profile=self._profile,
             cuts=self._cuts.suggest(place),
+            last=self._last,
         )
         self._cuts.remember(place, chunk.cuts)
         return chunk
 
     def _decode(self, payload: bytes) -> DecodedChunk:
-        return decode_chunk(payload, schema=None, base=self._base)
+        return decode_chunk(payload, schema=None, base=self._base, last=self._last)
 
     def encode(self, pool: ThreadPoolExecutor | None = None) -> list[bytes]:
         """Encode all chunks; digests included."""
@@ -201,6 +209,18 @@ class Codec:
                     apply_patch(live[patch.tensor], patch)
 
         return seconds(scatter)
+
+
+def last_change(delta: Delta) -> LastChange | None:
+    """Return the change that led to `delta.old`, None when it is not known."""
+    if delta.before is None:
+        return None
+    patches = []
+    for number, name in enumerate(sorted(delta.old)):
+        before, old = delta.before[name].reshape(-1), delta.old[name].reshape(-1)
+        at = changed_positions(before, old)
+        patches.append(TensorPatch(tensor=number, start=0, count=len(old), indices=at, values=old[at], undo=before[at]))
+    return LastChange.of(patches)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -253,6 +273,9 @@ def measure(delta: Delta, rounds: int) -> tuple[Sizes, Speeds]:
     decoded = classed.decode(payloads)
     classed.check(decoded)
     base_free.check(base_free.decode(base_free_payloads))
+    last = last_change(delta)
+    predicted = None if last is None else Codec(delta=delta, profile=Profile.CLASSED, last=last)
+    predicted_payloads = [] if predicted is None else predicted.encode()
     names = sorted(delta.old)
     old = np.concatenate([delta.old[name].reshape(-1) for name in names])
     new = np.concatenate([delta.new[name].reshape(-1) for name in names])
@@ -280,6 +303,10 @@ def measure(delta: Delta, rounds: int) -> tuple[Sizes, Speeds]:
             "base-free encode": base_free.encode,
             "base-free decode": lambda: base_free.decode(base_free_payloads),
         }
+        if predicted is not None:
+            predicted.check(predicted.decode(predicted_payloads))
+            works["predicted encode"] = predicted.encode
+            works["predicted decode"] = lambda: [predicted.decode([payload]) for payload in predicted_payloads]
         for _ in range(rounds):
             for name, work in works.items():
                 timed.setdefault(name, []).append(seconds(work))
@@ -307,6 +334,7 @@ def measure(delta: Delta, rounds: int) -> tuple[Sizes, Speeds]:
         arc_v3_median=statistics.median(run.num_bytes for run in arc_v3) / changed if arc_v3 else None,
         arc_v3_best=min(run.num_bytes for run in arc_v3) / changed if arc_v3 else None,
         arc_v2=arc_v2[0].num_bytes / changed if arc_v2 else None,
+        predicted=sum(map(len, predicted_payloads)) / changed if predicted else None,
     )
     speeds = Speeds(
         input=delta.name,
@@ -319,6 +347,10 @@ def measure(delta: Delta, rounds: int) -> tuple[Sizes, Speeds]:
         decode=gigabytes / took["decode"],
         decode_two_threads=gigabytes / took["decode two"],
         decode_of_compare=of_compare("decode", "compare"),
+        predicted_encode=gigabytes / took["predicted encode"] if predicted else None,
+        predicted_decode=gigabytes / took["predicted decode"] if predicted else None,
+        predicted_encode_of_compare=of_compare("predicted encode", "compare") if predicted else None,
+        predicted_decode_of_compare=of_compare("predicted decode", "compare") if predicted else None,
         base_free_encode=gigabytes / took["base-free encode"],
         base_free_decode=gigabytes / took["base-free decode"],
         arc_v3_encode=gigabytes / statistics.median(run.encode_seconds for run in arc_v3) if arc_v3 else None,
@@ -427,12 +459,13 @@ def show(
 ) -> None:
     print("Bytes per changed element")
     table(
-        ["input", "changed", "bound", "payload", "x bound", "all", "x bound", "% of full", "x ARCv3", "x best",
+        ["input", "changed", "bound", "payload", "x bound", "all", "x bound", "predicted", "x bound", "% of full", "x ARCv3", "x best",
          "ARCv3", "ARCv2", "base-free", "raw", "gaps+zstd", "xor+zstd"],
         [
             [
                 s.input, f"{s.density:.3%}", number(s.bound), number(s.payload), number(s.payload / s.bound), number(s.all),
-                number(s.all / s.bound), f"{s.share_of_full:.3%}",
+                number(s.all / s.bound), number(s.predicted),
+                number(s.predicted / s.bound if s.predicted else None), f"{s.share_of_full:.3%}",
                 number(s.payload / s.arc_v3_median if s.arc_v3_median else None),
                 number(s.payload / s.arc_v3_best if s.arc_v3_best else None),
                 number(s.arc_v3_median), number(s.arc_v2), number(s.base_free), number(s.raw, 1), number(s.gaps_zstd, 2),
@@ -444,12 +477,14 @@ def show(
     print("GB/s of one bf16 array (2: two threads); extra memory in MB")
     table(
         ["input", "compare", "encode", "of compare", "decode", "of compare", "compare 2", "encode 2", "of compare 2",
-         "decode 2", "base-free enc", "dec", "ARCv3 enc", "dec", "x ARCv3 enc", "scatter M/s", "enc MB", "dec MB"],
+         "decode 2", "predicted enc", "of compare", "dec", "of compare", "base-free enc", "dec", "ARCv3 enc", "dec", "x ARCv3 enc", "scatter M/s", "enc MB", "dec MB"],
         [
             [
                 s.input, number(s.compare, 2), number(s.encode, 2), number(s.encode_of_compare, 2), number(s.decode, 2),
                 number(s.decode_of_compare, 2), number(s.compare_two_threads, 2), number(s.encode_two_threads, 2),
-                number(s.encode_two_threads_of_compare, 2), number(s.decode_two_threads, 2), number(s.base_free_encode, 2),
+                number(s.encode_two_threads_of_compare, 2), number(s.decode_two_threads, 2), number(s.predicted_encode, 2),
+                number(s.predicted_encode_of_compare, 2), number(s.predicted_decode, 2),
+                number(s.predicted_decode_of_compare, 2), number(s.base_free_encode, 2),
                 number(s.base_free_decode, 2), number(s.arc_v3_encode, 2), number(s.arc_v3_decode, 2),
                 number(s.encode / s.arc_v3_encode if s.arc_v3_encode else None, 1),
                 number(s.scatter_changes_per_second / 1e6, 0), number(s.encode_peak_extra_bytes / 1e6, 0),

@@ -21,11 +21,12 @@ SYNTHETIC_SCALES = {"0.22 %": 4.26e-8, "0.85 %": 1.987e-7, "2.8 %": 8.11e-7}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Two consecutive versions of some bf16 tensors, as bits."""
+    """Two consecutive versions of some bf16 tensors, as bits, and the one before them where it is known."""
 
     name: str
     old: dict[str, Words]
     new: dict[str, Words]
+    before: dict[str, Words] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -67,7 +68,8 @@ def trace(directory: Path) -> Iterator[Delta]:
     header = json.loads(raw[8 : 8 + header_bytes])
     header.pop("__metadata__", None)
     data = memoryview(raw)[8 + header_bytes :]
-    version = {}
+    version: dict[str, Words] = {}
+    before = None
     for name in sorted(header):
         begin, end = header[name]["data_offsets"]
         version[name] = np.frombuffer(data[begin:end], np.uint16)
@@ -77,5 +79,5 @@ def trace(directory: Path) -> Iterator[Delta]:
         for name, old in version.items():
             after[name] = old ^ flat[at : at + old.size]
             at += old.size
-        yield Delta(name=f"{directory.name} {path.name.split('.')[0]}", old=version, new=after)
-        version = after
+        yield Delta(name=f"{directory.name} {path.name.split('.')[0]}", old=version, new=after, before=before)
+        before, version = version, after

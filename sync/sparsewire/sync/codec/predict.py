@@ -19,8 +19,8 @@ GAINS = (112, 116, 120, 124, 128, 108, 104, 96, 80, 64, 136, 144)
 """What the writer tries, the most likely first. Adam with beta1 = 0.9 at a constant rate is best served by 0.875 on the traces,
 at a rate that rises or with a short second moment by more."""
 
-SAMPLE = 512
-"""Changed elements, at most, that gains are tried on."""
+SAMPLE = 1024
+"""Pairs, at most, that gains are tried on."""
 
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = 32, 254
 
@@ -37,13 +37,11 @@ def predict(old: Bits, before: Bits, gain: int) -> Bits:
 
 
 def choose_gain(old: Bits, before: Bits, new: Bits) -> int:
-    """Return the gain of `GAINS` that leaves the shortest steps, on a sample of those that last moved by more than a unit."""
+    """Return the gain of `GAINS` that leaves the shortest steps, on those of a sample that last moved by more than a unit."""
+    old, before, new = (bits[:: max(-(-len(old) // SAMPLE), 1)] for bits in (old, before, new))
     last = old - before
-    far = np.flatnonzero((last != 1) & (last != 0xFFFF))
-    if not len(far):
-        return GAINS[0]
-    sample = far[:: -(-len(far) // SAMPLE)]
-    costs = [_num_bits(new[sample] - predict(old[sample], before[sample], gain)) for gain in GAINS]
+    far = (last != 1) & (last != 0xFFFF)
+    costs = [_num_bits((new - predict(old, before, gain))[far]) for gain in GAINS]
     return GAINS[costs.index(min(costs))]
 
 

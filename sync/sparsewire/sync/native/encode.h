@@ -65,6 +65,7 @@ struct encoder {
     const uint32_t *record_hints;      /* the same by record */
     uint8_t *plain_steps;              /* of one class: those without a hint, and those from predictions */
     uint8_t *predicted_steps;
+    uint8_t *hinted_steps;             /* the plain steps that predicted ones stand for */
     uint64_t words_capacity;
 };
 
@@ -95,6 +96,7 @@ static uint64_t lay_out_encoder(struct encoder *e, uint8_t *base, uint64_t num_e
         e->hints = take_scratch(base, &used, 4 * listed);
         e->plain_steps = take_scratch(base, &used, width * num_changed);
         e->predicted_steps = take_scratch(base, &used, width * num_changed);
+        e->hinted_steps = take_scratch(base, &used, width * num_changed);
     }
     return used;
 }
@@ -283,9 +285,10 @@ SW_INLINE struct token token_in_part(uint64_t step, int predicted, uint32_t widt
     return found;
 }
 
-/* Adds the tokens of a part to the common list, raw bits to their stream, and the table to the head. */
+/* Adds the tokens of a part to the common list, raw bits to their stream, and the table to the head; fills the counts of all
+ * tokens there are. */
 SW_INLINE uint8_t *put_part(struct encoder *e, const uint8_t *steps, uint64_t num, int predicted, struct bit_writer *raw,
-                            uint8_t *head, uint32_t width) {
+                            uint8_t *head, uint32_t *counts, uint32_t width) {
     const uint32_t num_tokens = num_tokens_of(width) + (predicted ? 2 : 0);
     uint32_t counted[2][SW_MAX_TOKENS];
     uint8_t codes[SW_MAX_TOKENS];
@@ -304,8 +307,8 @@ SW_INLINE uint8_t *put_part(struct encoder *e, const uint8_t *steps, uint64_t nu
         }
     }
     *raw = local;
-    for (uint32_t token = 0; token < num_tokens; token++) counted[0][token] += counted[1][token];
-    const uint32_t highest = codes_of_counts(counted[0], num_tokens, num, codes);
+    for (uint32_t token = 0; token < num_tokens; token++) counts[token] = counted[0][token] + counted[1][token];
+    const uint32_t highest = codes_of_counts(counts, num_tokens, num, codes);
     frequencies_of_codes(codes, num_tokens, e->frequencies[e->num_parts]);
     e->num_tokens += num;
     e->first_token[++e->num_parts] = e->num_tokens;
@@ -318,38 +321,50 @@ SW_INLINE uint8_t *put_part(struct encoder *e, const uint8_t *steps, uint64_t nu
     return head + close_bits(&table, head);
 }
 
-/* How often each token occurs among the plain steps with a hint, those without, and the steps from predictions. */
-struct part_counts { uint32_t hinted[SW_MAX_TOKENS], plain[SW_MAX_TOKENS], predicted[SW_MAX_TOKENS]; };
-
-/* Parts the steps of a class by their hints; returns how many have one, or 0 when predictions would not make it smaller. */
-SW_INLINE uint64_t part_steps(struct encoder *e, uint32_t class_, uint32_t width) {
+/* Writes the steps of a wide class in two parts, plain and predicted, if that is smaller; returns the head, or NULL and leaves
+ * everything as it was. */
+SW_INLINE uint8_t *put_predicted(struct encoder *e, uint32_t class_, struct bit_writer *raw, uint8_t *head, uint32_t width) {
     const uint64_t num = e->num[class_];
     const uint32_t *hints = e->hints + e->first[class_];
+    const uint8_t *steps = e->steps + e->first[class_] * width;
     const uint32_t num_tokens = num_tokens_of(width);
-    struct part_counts counts;
+    const uint64_t tokens_before = e->num_tokens;
+    const uint32_t parts_before = e->num_parts;
+    struct bit_writer local = *raw;
+    uint32_t whole[2][SW_MAX_TOKENS], predicted[SW_MAX_TOKENS];
     uint64_t num_plain = 0, num_predicted = 0;
-    memset(&counts, 0, sizeof counts);
     for (uint64_t i = 0; i < num; i++) {
-        const uint32_t hint = hints[i];
-        const uint32_t hinted = hint >> 16;
-        const uint64_t step = load_element(e->steps, e->first[class_] + i, width);
-        /* Both written, one kept: which it is cannot be foreseen. */
+        const uint32_t hinted = hints[i] >> 16;
+        const uint64_t step = load_element(steps, i, width);
+        /* All written, some kept: which it is cannot be foreseen. */
         store_element(e->plain_steps, num_plain, step, width);
-        store_element(e->predicted_steps, num_predicted, hint, width);
+        store_element(e->predicted_steps, num_predicted, hints[i], width);
+        store_element(e->hinted_steps, num_predicted, step, width);
         num_plain += !hinted;
         num_predicted += hinted;
-        (hinted ? counts.hinted : counts.plain)[token_of(step, width).token]++;
     }
-    if (!num_predicted) return 0;
+    if (!num_predicted) return NULL;
+    memset(whole, 0, sizeof whole);
+    uint8_t *const begin = head;
+    head = put_varint(head, num_predicted);
+    uint64_t cost = 256 * 8 * (uint64_t)(head - begin + 1);
+    if (num_plain) {
+        head = put_part(e, e->plain_steps, num_plain, 0, &local, head, whole[0], width);
+        cost += cost_of_part(whole[0], num_plain, 0, width);
+    }
+    head = put_part(e, e->predicted_steps, num_predicted, 1, &local, head, predicted, width);
+    cost += cost_of_part(predicted, num_predicted, 1, width);
     for (uint64_t i = 0; i < num_predicted; i++) {
-        counts.predicted[token_in_part(load_element(e->predicted_steps, i, width), 1, width).token]++;
+        whole[1][token_of(load_element(e->hinted_steps, i, width), width).token]++;
     }
-    uint64_t parted = cost_of_part(counts.predicted, num_predicted, 1, width);
-    if (num_plain) parted += cost_of_part(counts.plain, num_plain, 0, width);
-    for (uint32_t token = 0; token < num_tokens; token++) counts.plain[token] += counts.hinted[token];
-    uint8_t varint[10];
-    const uint64_t extra = 256 * 8 * (uint64_t)(put_varint(varint, num_predicted) - varint + 1);
-    return extra + parted < cost_of_part(counts.plain, num, 0, width) ? num_predicted : 0;
+    for (uint32_t token = 0; token < num_tokens; token++) whole[0][token] += whole[1][token];
+    if (cost >= cost_of_part(whole[0], num, 0, width)) {
+        e->num_tokens = tokens_before;
+        e->num_parts = parts_before;
+        return NULL;
+    }
+    *raw = local;
+    return head;
 }
 
 /* Codes all tokens from the last to the first; returns the first word in reading order. */
@@ -425,18 +440,20 @@ SW_INLINE uint64_t write_body(struct encoder *e, const struct records *records, 
         const uint64_t limit = num / 256 > 2 ? num / 256 : 2;
         const uint64_t num_exceptions = count_exceptions(e, e->first[class_], num, limit, width);
         const uint32_t wide = num_exceptions > 2 && 256 * num_exceptions > num;
-        const uint64_t num_predicted =
-            width == SW_PREDICTED_WIDTH && wide && gain ? part_steps(e, class_, width) : 0;
-        const uint32_t extra = wide ? num_predicted != 0 : num_exceptions != 0;
-        *head++ = (uint8_t)(r | inverse << 5 | wide << 6 | extra << 7);
+        uint8_t *const form = head++;
+        *form = (uint8_t)(r | inverse << 5 | wide << 6 | (uint32_t)(!wide && num_exceptions) << 7);
         if (inverse) head = put_varint(head, unchanged);
-        if (num_predicted) {
-            any_predicted = 1;
-            head = put_varint(head, num_predicted);
-            if (num_predicted < num) head = put_part(e, e->plain_steps, num - num_predicted, 0, &raw, head, width);
-            head = put_part(e, e->predicted_steps, num_predicted, 1, &raw, head, width);
-        } else if (wide) {
-            head = put_part(e, e->steps + e->first[class_] * width, num, 0, &raw, head, width);
+        if (wide) {
+            uint32_t counts[SW_MAX_TOKENS];
+            uint8_t *const after =
+                width == SW_PREDICTED_WIDTH && gain ? put_predicted(e, class_, &raw, head, width) : NULL;
+            if (after) {
+                any_predicted = 1;
+                *form |= 1 << 7;
+                head = after;
+            } else {
+                head = put_part(e, e->steps + e->first[class_] * width, num, 0, &raw, head, counts, width);
+            }
         } else {
             if (num_exceptions) head = put_varint(head, num_exceptions);
             exceptions = put_unit_steps(e, e->first[class_], num, &signs, exceptions, width);

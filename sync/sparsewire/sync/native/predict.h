@@ -8,7 +8,7 @@
 
 #include "records.h"
 
-enum { SW_PREDICTED_WIDTH = 2, SW_GAIN_UNIT = 128, SW_GAIN_SAMPLE = 512, SW_NUM_GAINS = 12 };
+enum { SW_PREDICTED_WIDTH = 2, SW_GAIN_UNIT = 128, SW_NUM_GAINS = 12 };
 
 /* The change before: places in the space of all segments of the job, ascending, and the bits that it replaced. */
 struct last_change { uint64_t num; const int64_t *places; const uint8_t *bits; };
@@ -67,21 +67,45 @@ static uint64_t first_place(const struct last_change *last, uint64_t at, int64_t
 /* Records and places that are merged, and where the next pair goes. */
 struct merge { uint64_t record, records_end, place, places_end, found; };
 
-/* Takes `num` steps, none of which runs out of either. Which of the two comes next cannot be foreseen, so nothing branches. */
+/* One step of the merge number i. Which of the two comes next cannot be foreseen, so nothing branches. */
+#define SW_MERGE_STEP(i)                                                                          \
+    do {                                                                                          \
+        const int64_t ours = positions[record##i], theirs = places[place##i] - origin;            \
+        found_records[found##i] = (uint32_t)record##i;                                            \
+        found_before[found##i] = (uint16_t)load_element(bits, place##i, SW_PREDICTED_WIDTH);      \
+        found##i += ours == theirs;                                                               \
+        record##i += ours <= theirs;                                                              \
+        place##i += theirs <= ours;                                                               \
+    } while (0)
+
+#define SW_MERGE_OPEN(i) uint64_t record##i = merges[i].record, place##i = merges[i].place, found##i = merges[i].found
+#define SW_MERGE_CLOSE(i) (merges[i].record = record##i, merges[i].place = place##i, merges[i].found = found##i)
+
+/* Takes `num` steps of each of four merges, or of one, none of which runs out of records or places in them. */
 SW_INLINE void merge_steps(struct again *again, const uint32_t *positions, const struct last_change *last, int64_t origin,
-                           struct merge *merges, uint32_t num_merges, uint64_t num) {
-    for (uint64_t step = 0; step < num; step++) {
-        for (uint32_t i = 0; i < num_merges; i++) {
-            struct merge *m = &merges[i];
-            const int64_t ours = origin + positions[m->record];
-            const int64_t theirs = last->places[m->place];
-            again->records[m->found] = (uint32_t)m->record;
-            again->before[m->found] = (uint16_t)load_element(last->bits, m->place, SW_PREDICTED_WIDTH);
-            m->found += ours == theirs;
-            m->record += ours <= theirs;
-            m->place += theirs <= ours;
+                           struct merge *merges, int four, uint64_t num) {
+    uint32_t *restrict const found_records = again->records;
+    uint16_t *restrict const found_before = again->before;
+    const int64_t *const places = last->places;
+    const uint8_t *const bits = last->bits;
+    SW_MERGE_OPEN(0);
+    if (four) {
+        SW_MERGE_OPEN(1);
+        SW_MERGE_OPEN(2);
+        SW_MERGE_OPEN(3);
+        for (; num; num--) {
+            SW_MERGE_STEP(0);
+            SW_MERGE_STEP(1);
+            SW_MERGE_STEP(2);
+            SW_MERGE_STEP(3);
         }
+        SW_MERGE_CLOSE(1);
+        SW_MERGE_CLOSE(2);
+        SW_MERGE_CLOSE(3);
+    } else {
+        for (; num; num--) SW_MERGE_STEP(0);
     }
+    SW_MERGE_CLOSE(0);
 }
 
 SW_INLINE uint64_t safe_steps(const struct merge *m) {
@@ -122,13 +146,13 @@ static void find_again(struct again *again, const struct segments *segments, con
                     steps = left < steps ? left : steps;
                 }
                 if (!steps) break;
-                merge_steps(again, records->positions, last, origin, merges, PARTS, steps);
+                merge_steps(again, records->positions, last, origin, merges, 1, steps);
             }
         }
         for (uint32_t i = 0; i < num_parts; i++) {
             struct merge *m = &merges[i];
             for (uint64_t steps; (steps = safe_steps(m)) != 0;) {
-                merge_steps(again, records->positions, last, origin, m, 1, steps);
+                merge_steps(again, records->positions, last, origin, m, 0, steps);
             }
             const uint64_t count = m->found - begins[i];
             memmove(again->records + found, again->records + begins[i], 4 * count);
@@ -142,7 +166,7 @@ static void find_again(struct again *again, const struct segments *segments, con
     again->num = found;
 }
 
-/* The old bits of up to SW_BATCH of the pairs from `at` on, and those before, widened: for loops over vectors. */
+/* Bits of up to so many pairs, widened: for loops over vectors. Also the sample that gains are tried on. */
 enum { SW_BATCH = 1024 };
 
 struct batch { uint32_t old[SW_BATCH], before[SW_BATCH], new_[SW_BATCH]; };
@@ -178,29 +202,19 @@ SW_INLINE uint32_t length_of_step(uint32_t step) {
     return (uint32_t)(length > 0 ? length : 0);
 }
 
-/* The gain that leaves the shortest steps, tried on a sample of those elements that last moved by more than a unit. */
+/* The gain that leaves the shortest steps, tried on those of a sample of the pairs that last moved by more than a unit. */
 static uint32_t choose_gain(const struct again *again, const struct records *records) {
     static const uint8_t gains[SW_NUM_GAINS] = {112, 116, 120, 124, 128, 108, 104, 96, 80, 64, 136, 144};
     struct batch sample;
-    uint64_t num_far = 0;
-    for (uint64_t i = 0; i < again->num; i++) {
-        const uint32_t old = (uint32_t)load_element(records->old, again->records[i], SW_PREDICTED_WIDTH);
-        num_far += (uint16_t)(old - again->before[i] + 1) > 2;
-    }
-    const uint64_t stride = (num_far + SW_GAIN_SAMPLE - 1) / SW_GAIN_SAMPLE;
-    uint64_t far = 0, wanted = 0;
+    const uint64_t stride = (again->num + SW_BATCH - 1) / SW_BATCH;
     uint32_t count = 0;
-    for (uint64_t i = 0; i < again->num && count < SW_GAIN_SAMPLE; i++) {
+    for (uint64_t i = 0; i < again->num; i += stride) {
         const uint32_t record = again->records[i];
         const uint32_t old = (uint32_t)load_element(records->old, record, SW_PREDICTED_WIDTH);
-        const uint32_t is_far = (uint16_t)(old - again->before[i] + 1) > 2;
-        const uint32_t taken = is_far & (far == wanted);
         sample.old[count] = old;
         sample.before[count] = again->before[i];
         sample.new_[count] = (uint32_t)load_element(records->new_, record, SW_PREDICTED_WIDTH);
-        count += taken;
-        far += is_far;
-        wanted += taken ? stride : 0;
+        count += (uint16_t)(old - again->before[i] + 1) > 2;
     }
     uint32_t best = 0, lowest = UINT32_MAX;
     for (uint32_t k = 0; k < SW_NUM_GAINS; k++) {
