@@ -8,8 +8,9 @@ Decoding returns nothing before the chunk's check agrees: the sum over the chang
               ├─ dense is smaller ──► dense body     (dense.py)
               └─ else ──────────────► classed body   (classed.py)
 
-The reader of a classed body scans its base, unless it has one class only, as the base-free profile writes it. A classed body of bfloat16 may be coded against the change before as well, where its writer has it: a *predicted* chunk,
-which only those who hold that change can decode.
+The reader of a classed body scans its base, unless it has one class only, as the base-free profile writes it. A body of
+bfloat16 may be coded against the change before as well, where its writer has it: a *predicted* chunk, which only those
+who hold that change can decode.
 """
 
 from __future__ import annotations

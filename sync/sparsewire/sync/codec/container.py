@@ -81,7 +81,7 @@ class Profile(StrEnum):
     CLASSED = "classed"
     """As many classes as pay; the reader scans the base."""
     BASE_FREE = "base-free"
-    """One class, half as large again: the reader looks at changed elements only. For links faster than the scan."""
+    """One class, about two thirds larger: the reader looks at changed elements only. For links faster than the scan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
