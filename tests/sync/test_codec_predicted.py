@@ -174,7 +174,7 @@ def test_other_dtypes_are_not_predicted() -> None:
     before, old, new = three_versions(6, 20_000)
     segments = [Segment(0, 0, len(old))]
     last = LastChange.of([patch_of(before, old)])
-    for dtype in (Dtype.U16, Dtype.F16):
+    for dtype in (Dtype.I16, Dtype.F16):
         assert not encode_chunk(dtype, segments, [old], [new], last=last).predicted
     wide = [bits.astype(np.uint32) << np.uint32(16) for bits in (before, old, new)]
     last = LastChange.of([patch_of(wide[0], wide[1])])
@@ -245,12 +245,22 @@ def test_every_truncation_and_every_flipped_bit_of_a_predicted_chunk_is_refused(
             decode_chunk(bytes(flipped), schema=None, base=lambda _: old, last=last)
 
 
+def test_bfloat16_that_comes_as_uint16_is_predicted_as_well() -> None:
+    before, old, new = three_versions(12, 20_000)
+    last = LastChange.of([patch_of(before, old)])
+    ours = encode_chunk(Dtype.U16, [Segment(0, 0, len(old))], [old], [new], last=last)
+    assert ours.predicted
+    assert len(ours.payload) == len(encode(before, old, new).payload)
+    (patch,) = decode_chunk(ours.payload, schema=None, base=lambda _: old, last=last).patches
+    assert patch.values.tolist() == new[old != new].tolist()
+
+
 def test_predictions_of_other_dtypes_ask_for_an_upgrade() -> None:
     before, old, new = three_versions(11, 2_000)
     at, last_at = changed_positions(old, new), changed_positions(before, old)
     body = encode_classed(old, at, new[at] - old[at], b"\x70\x78", (last_at, before[last_at]))
     assert is_predicted(body)
-    for dtype in (Dtype.U16, Dtype.F16):
+    for dtype in (Dtype.I16, Dtype.F16):
         payload = seal(
             dtype=dtype,
             is_anchor=False,

@@ -37,6 +37,9 @@ CROWDED = 8
 """A segment is tried as dense when more than one element in so many changed; below, dense is larger unless its new bits are
 trivial."""
 
+_PREDICTED = (Dtype.BF16, Dtype.U16)
+"""Dtypes whose bits are predicted as those of bfloat16; callers pass such bits as uint16 as well."""
+
 SMALL_ELEMENTS = 1 << 10
 MANY_SMALL = 64
 """With more than so many small segments, those that did not change are classed as well: their elements cost less than a
@@ -86,8 +89,9 @@ def encode_chunk(
     """Encode the change of `segments` from `old` to `new`, flat bits of each range; `old` None makes an anchor chunk.
 
     In the classed profile `cuts` are those of an earlier change of the same elements; None fits them to this one. With
-    `last`, the change that led to `old`, a bfloat16 chunk may come out predicted: it does where that is smaller.
-    Equal input gives equal bytes for one version of zstd. Extra memory is some multiple of the bits given.
+    `last`, the change that led to `old`, a chunk of bfloat16 (or of uint16, which may hold its bits) comes out predicted
+    where that is smaller. Equal input gives equal bytes for one version of zstd. Extra memory is some multiple of the
+    bits given.
 
     Raises:
         ValueError: segments overlap or descend, exceed the limits of a chunk, or do not fit the bits given; `cuts` are
@@ -174,7 +178,7 @@ def _encode_classed(
     last: LastChange | None,
 ) -> EncodedChunk:
     coder = _coder()
-    replaced = None if last is None or dtype is not Dtype.BF16 else _replaced(last, segments)
+    replaced = None if last is None or dtype not in _PREDICTED else _replaced(last, segments)
     old, new = ([np.ascontiguousarray(bits) for bits in arrays] for arrays in (old, new))
     starts = [segment.start for segment in segments]
     used = fit_partition(old, new).cuts if cuts is None else cuts
@@ -402,7 +406,7 @@ def _decode_changes(
     old = [bases[number] for number in numbers]
     replaced = None
     if is_predicted(chunk.changes):
-        if chunk.dtype is not Dtype.BF16:
+        if chunk.dtype not in _PREDICTED:
             raise UnsupportedFormatError(f"chunk: predictions of {chunk.dtype} are unknown: upgrade the older side")
         if last is not None:
             replaced = _replaced(last, segments) or (np.empty(0, np.int64), np.empty(0, chunk.dtype.bits))
