@@ -123,6 +123,20 @@ def write_run(directory: Path, *, num_steps: int = 24) -> None:
                 at + 1.1 + behind + sum(seconds[phase] for phase in ("fetch", "decode", "mirror", "stage", "paused"))
             )
             workers[region].append(applied(region, step - 1, step, at, serving, seconds, num_changed))
+            if step % 4 == 0:
+                workers[region].append(
+                    {
+                        "event": "probe_scored",
+                        "time_unix_seconds": serving + 0.3,
+                        "region": region,
+                        "version": step,
+                        "mean": 0.03,
+                        "max": 0.2 + step / 1000,
+                        "threshold": 1.0,
+                        "num_tokens": 61,
+                        "seconds": 0.25,
+                    }
+                )
             workers[region].append(
                 {
                     "event": "generated",

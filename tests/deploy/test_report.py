@@ -48,6 +48,8 @@ def test_the_page_holds_the_numbers_of_the_run(page: str) -> None:
         "received 1,560 = trained 1,536 + pending 0 + dropped 24: holds",
         "us 2 ms, eu 80 ms, ap 150 ms",
         "worker-eu died (signal 9)",
+        "probes, largest difference",
+        "6, 0.22 nats",
         "every version full",
         "versions between sampling and training",
     ):
@@ -118,6 +120,16 @@ def test_the_summary_tells_reward_bytes_pauses_ledger_and_density(recorded_run: 
     ):
         assert wanted in text, wanted
     assert "received 1,560 = trained 1,536 + pending 0 + dropped 24: holds" in text
+
+
+def test_probe_alarms_stand_in_the_page_and_among_what_happened() -> None:
+    progress = Progress()
+    scored = {"region": "eu", "version": 3, "mean": None, "max": None, "threshold": 1.0}
+    progress.apply({"event": "probe_scored", **scored})
+    progress.apply({"event": "probe_alarm", **scored})
+    page = render_report(progress)
+    assert "1, inf nats, 1 alarms" in page
+    assert "version 3: the engine in eu computes otherwise than the learner, by up to inf nats" in page
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ lists them all.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,16 @@ PHASES = ("publish", "announce", "fetch", "decode", "stage", "stopped", "other")
 """The phases of `Applied.phases`, in the order in which they happen."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A worker's engine scored the probe of a version."""
+
+    version: int
+    mean: float
+    """Of |engine - learner| log-probability over its tokens, in nats; infinite where the engine's was not finite."""
+    largest: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Region:
     """What one region's worker has done so far."""
@@ -142,6 +153,8 @@ class Region:
     generate_seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     """One line for each update that failed, with its phase and reason."""
+    probes: list[Scored] = field(default_factory=list)
+    num_probe_alarms: int = 0
     end_reason: str | None = None
 
 
@@ -270,7 +283,15 @@ class Progress:
                 self.num_skipped = int(event.get("num_skipped", 0))
                 if isinstance(event.get("counts"), dict):
                     self.ledger = dict(event["counts"])
-            case "worker_start" | "version_applied" | "apply_failed" | "generated" | "worker_end":
+            case (
+                "worker_start"
+                | "version_applied"
+                | "apply_failed"
+                | "probe_scored"
+                | "probe_alarm"
+                | "generated"
+                | "worker_end"
+            ):
                 self._worker(event, at)
 
     def _step(self, event: Event, at: float) -> None:
@@ -334,6 +355,13 @@ class Progress:
                 if line not in region.failures[-1:]:
                     self.notes.append((at, f"update failed in {region.name}: {line}"))
                 region.failures.append(line)
+            case "probe_scored":
+                region.probes.append(_scored(event))
+            case "probe_alarm":
+                region.num_probe_alarms += 1
+                scored = _scored(event)
+                line = f"the engine in {region.name} computes otherwise than the learner, by up to {scored.largest:.2g} nats"
+                self.notes.append((at, f"version {scored.version}: {line}"))
             case "generated":
                 region.num_tokens += int(event.get("num_tokens", 0))
                 region.num_trajectories += int(event.get("num_trajectories", 0))
@@ -366,6 +394,11 @@ def _applied(region: str, event: Event) -> Applied:
         stopped_seconds=_number(seconds, "paused"),
         digest=str(event.get("digest", "")),
     )
+
+
+def _scored(event: Event) -> Scored:
+    mean, largest = (math.inf if event.get(key) is None else float(event[key]) for key in ("mean", "max"))
+    return Scored(version=int(event.get("version", 0)), mean=mean, largest=largest)
 
 
 def _number(fields: Mapping[str, Any], key: str) -> float:

@@ -27,7 +27,7 @@ from sparsewire.deploy.figures import (
 )
 from sparsewire.deploy.live import format_bytes, format_seconds, format_share
 from sparsewire.deploy.page import PAGE
-from sparsewire.deploy.progress import PHASES, Progress
+from sparsewire.deploy.progress import PHASES, Progress, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,7 @@ def region_sheet(progress: Progress) -> Sheet:
                 f"{region.num_trajectories:,}",
                 f"{region.num_tokens:,}",
                 str(len(region.failures)),
+                _probes(region),
                 str(max(0, region.num_starts - 1)),
             ]
         )
@@ -96,13 +97,25 @@ def region_sheet(progress: Progress) -> Sheet:
         "trajectories made",
         "tokens made",
         "failed updates",
+        "probes, largest difference",
         "restarts",
     )
     return Sheet(
         title="Regions",
         headings=("", *progress.regions),
         rows=[(measure, *(column[row] for column in columns)) for row, measure in enumerate(measures)],
+        note="probes: tokens that learner and engine both scored at a version; what differs beyond rounding, up to about "
+        "half a nat, is not computed with the weights that were proved.",
     )
+
+
+def _probes(region: Region) -> str:
+    """Return how many versions the engine scored, how far it was from the learner at most, and the alarms."""
+    if not region.probes:
+        return "-"
+    largest = max(scored.largest for scored in region.probes)
+    alarms = f", {region.num_probe_alarms} alarms" if region.num_probe_alarms else ""
+    return f"{len(region.probes)}, {largest:.2g} nats{alarms}"
 
 
 def _median_and_max(seconds: Sequence[float]) -> str:

@@ -102,6 +102,64 @@ class Chunk(_message.Message):
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
+class ProbeSequence(_message.Message):
+    """One token sequence with what the learner's model makes of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_GIVEN_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    num_given: _builtins.int
+    """How many of the first tokens are context only; at least 1 and less than all."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the model's vocabulary, each below 2^31."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log-probability of each later token given all before it, at temperature 1; finite."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_given: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_given", b"num_given", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeSequence: _TypeAlias = ProbeSequence  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    """Lets whoever serves a version compare what its engine computes with what the learner does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeSequence]:
+        """1 to 16, of at most 1,024 tokens together."""
+
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___ProbeSequence] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
+
+@_typing.final
 class Manifest(_message.Message):
     """The sealed description of a version; the existence of the object that holds it is the commit."""
 
@@ -126,6 +184,7 @@ class Manifest(_message.Message):
     STEPPED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     """Format number of manifest and chunks."""
     run: _builtins.str
@@ -165,6 +224,10 @@ class Manifest(_message.Message):
     def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pack]: ...
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]: ...
+    @_builtins.property
+    def probe(self) -> Global___Probe:
+        """Absent when the trainer gave none."""
+
     def __init__(
         self,
         *,
@@ -187,10 +250,11 @@ class Manifest(_message.Message):
         stepped_unix_seconds: _builtins.float = ...,
         created_unix_seconds: _builtins.float = ...,
         build: _builtins.str = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_version", b"base_version", "build", b"build", "chunks", b"chunks", "created_unix_seconds", b"created_unix_seconds", "digests", b"digests", "epoch", b"epoch", "format", b"format", "kind", b"kind", "num_changed", b"num_changed", "num_elements", b"num_elements", "packs", b"packs", "predicted", b"predicted", "run", b"run", "schema_sha256", b"schema_sha256", "step", b"step", "stepped_unix_seconds", b"stepped_unix_seconds", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_version", b"base_version", "build", b"build", "chunks", b"chunks", "created_unix_seconds", b"created_unix_seconds", "digests", b"digests", "epoch", b"epoch", "format", b"format", "kind", b"kind", "num_changed", b"num_changed", "num_elements", b"num_elements", "packs", b"packs", "predicted", b"predicted", "probe", b"probe", "run", b"run", "schema_sha256", b"schema_sha256", "step", b"step", "stepped_unix_seconds", b"stepped_unix_seconds", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ In the order of the flow:
 - `sampling`: one token from a distribution, reproducible per request.
 - `transformers_engine`: the embedded engine.
 - `proof`: what a patch must read like once applied.
+- `probe`: whether the engine computes what the learner does.
 - `updater`: follows the run's versions and lands them in the engine.
 - `tasks`: prompts and rewards.
 - `sampler`: leases in, scored trajectories out.

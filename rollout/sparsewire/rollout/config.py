@@ -49,6 +49,10 @@ class WorkerConfig(BaseModel):
     """Longest wait for news of a newer version before looking for a request to stop."""
     pause_timeout_seconds: float = Field(default=30.0, gt=0, le=600)
     """The engine is never paused longer than this."""
+    probe_interval_seconds: float = Field(default=30.0, ge=0, le=86400)
+    """Least time between two comparisons with the learner's log-probabilities; they take at most 5 % of the time anyhow."""
+    probe_threshold: float = Field(default=1.0, gt=0)
+    """Nats by which a probe's token may differ from the learner's before that is an alarm; docs/publishing.md has figures."""
     max_spool_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Bound on trajectories not yet acknowledged by the learner; generation waits when it is reached."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)

@@ -30,6 +30,7 @@ import torch
 from sparsewire.rollout.config import WorkerConfig
 from sparsewire.rollout.engine import Engine
 from sparsewire.rollout.handshake import handshake
+from sparsewire.rollout.probe import ProbeWatch
 from sparsewire.rollout.sampler import Sampler
 from sparsewire.rollout.transformers_engine import TransformersEngine
 from sparsewire.rollout.updater import Updater
@@ -109,6 +110,13 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: ti
             region=config.region,
             pause_timeout=timedelta(seconds=config.pause_timeout_seconds),
             poll=timedelta(seconds=config.sync_poll_seconds),
+            probes=ProbeWatch(
+                engine=engine,
+                events=events,
+                region=config.region,
+                threshold=config.probe_threshold,
+                interval=timedelta(seconds=config.probe_interval_seconds),
+            ),
         )
         updater.start()
         stack.callback(updater.stop, timeout=DRAIN_TIMEOUT)
@@ -150,7 +158,8 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: ti
 
 
 def _report_live_weights(updater: Updater, events: EventLog) -> None:
-    """Say in the events which weights the engine ends with, from a last reading of all of them."""
+    """Say in the events which weights the engine ends with, from a last reading of all of them, and what they compute."""
+    updater.score_probe(now=True)
     started = time.monotonic()
     digest = updater.audit_live()
     events.emit(

@@ -37,6 +37,7 @@ from sparsewire.rollout.storage import LiveTensor
 from sparsewire.sync.delta import TensorPatch
 from sparsewire.sync.digest import ZERO, TensorDigest
 from sparsewire.sync.errors import ConfigError, EngineError, SchemaMismatchError
+from sparsewire.sync.probe import ProbeSequence
 from sparsewire.sync.trajectories.types import FinishReason, VersionSpan
 from sparsewire.sync.types import Dtype, Schema, bits_of
 
@@ -324,6 +325,58 @@ class TransformersEngine:
         finally:
             self._generating.release()
 
+    def score(self, sequences: Sequence[ProbeSequence]) -> Sequence[npt.NDArray[np.float32]]:
+        """Return log-probabilities of given tokens; see `probe.Scores`.
+
+        The first half of each sequence passes through the prefill, the second through the cache that it left, as
+        completion tokens do. Takes no part in the gate: a batch may go on beside it.
+
+        Raises:
+            EngineError: no proved weights are loaded, or a sequence does not fit the model.
+        """
+        if self._version is None:
+            raise EngineError("the engine holds no proved weights, so nothing is scored: wait for the next version")
+        context = int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        for sequence in sequences:
+            num_tokens, largest = len(sequence.token_ids), max(sequence.token_ids)
+            if (context and num_tokens > context) or largest >= vocabulary:
+                raise EngineError(
+                    f"a probe of {num_tokens} tokens with ids up to {largest} does not fit a model with a context of "
+                    f"{context} and {vocabulary} tokens: the run trains another model"
+                )
+        with torch.inference_mode():
+            return self._score([np.array(sequence.token_ids, np.int32) for sequence in sequences], sequences)
+
+    def _score(
+        self, rows: Sequence[npt.NDArray[np.int32]], sequences: Sequence[ProbeSequence]
+    ) -> list[npt.NDArray[np.float32]]:
+        cuts = [(len(row) + 1) // 2 for row in rows]
+        num_first, num_second = max(cuts), max(len(row) - cut for row, cut in zip(rows, cuts, strict=True))
+        cache, mask_UT, first_UTV = self._prefill_distinct(
+            [row[:cut] for row, cut in zip(rows, cuts, strict=True)], num_logits=num_first
+        )
+        ids_UT = torch.zeros(len(rows), num_second, dtype=torch.long)
+        more_UT = torch.zeros(len(rows), num_second, dtype=torch.long)
+        for number, (row, cut) in enumerate(zip(rows, cuts, strict=True)):
+            ids_UT[number, : len(row) - cut] = torch.from_numpy(row[cut:].astype(np.int64))
+            more_UT[number, : len(row) - cut] = 1
+        starts_U1 = torch.tensor(cuts, device=self._device).unsqueeze(-1)
+        second_UTV = self._model(
+            input_ids=ids_UT.to(self._device),
+            attention_mask=torch.cat([mask_UT, more_UT.to(self._device)], dim=-1),
+            position_ids=starts_U1 + torch.arange(num_second, device=self._device),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        scores = []
+        for number, (row, cut, sequence) in enumerate(zip(rows, cuts, sequences, strict=True)):
+            logits_TV = torch.cat([first_UTV[number, num_first - cut :], second_UTV[number, : len(row) - cut]])
+            targets_T = torch.from_numpy(row[1:].astype(np.int64)).to(self._device)
+            logprobs_T = torch.log_softmax(logits_TV[:-1].float(), dim=-1).gather(-1, targets_T.unsqueeze(-1))
+            scores.append(logprobs_T[sequence.num_given - 1 :, 0].cpu().numpy())
+        return scores
+
     def _generate(self, rows: list[_Row]) -> Sequence[Generation]:
         batch: _Batch | None = None
         active = list(rows)
@@ -353,6 +406,18 @@ class TransformersEngine:
         numbers: dict[bytes, int] = {}
         number_of_row = [numbers.setdefault(prefix.tobytes(), len(numbers)) for prefix in prefixes]
         distinct = [np.frombuffer(key, np.int32) for key in numbers]
+        cache, mask_BT, logits_UTV = self._prefill_distinct(distinct, num_logits=1)
+        logits_BV = logits_UTV[:, -1]
+        if len(distinct) < len(rows):
+            expand = torch.tensor(number_of_row, device=self._device)
+            cache.batch_select_indices(expand)
+            logits_BV, mask_BT = logits_BV[expand], mask_BT[expand]
+        return _Batch(rows=rows, cache=cache, mask_BT=mask_BT, logits_BV=logits_BV, epoch=self._epoch)
+
+    def _prefill_distinct(
+        self, distinct: Sequence[npt.NDArray[np.int32]], *, num_logits: int
+    ) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+        """Return cache and mask (U x T) of prefixes padded on the left, and the logits at their last positions."""
         length = max(map(len, distinct))
         ids_UT = torch.zeros(len(distinct), length, dtype=torch.long)
         mask_UT = torch.zeros(len(distinct), length, dtype=torch.long)
@@ -367,14 +432,9 @@ class TransformersEngine:
             position_ids=(mask_UT.cumsum(-1) - 1).clamp_(min=0),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=num_logits,
         )
-        logits_BV, mask_BT = output.logits[:, -1], mask_UT
-        if len(distinct) < len(rows):
-            expand = torch.tensor(number_of_row, device=self._device)
-            cache.batch_select_indices(expand)
-            logits_BV, mask_BT = logits_BV[expand], mask_BT[expand]
-        return _Batch(rows=rows, cache=cache, mask_BT=mask_BT, logits_BV=logits_BV, epoch=self._epoch)
+        return cache, mask_UT, output.logits
 
     def _decode(self, batch: _Batch) -> None:
         """Feed each row's last token and leave the logits of the next in the batch."""

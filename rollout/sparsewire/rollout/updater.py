@@ -26,6 +26,7 @@ follows the audit, never the apply. A version without changed elements flips the
 The audit in the pause digests what was written, where the engine can read that back (`proof.py`): weights proved
 before, plus a change proved now, are weights proved. A whole load, and any engine that cannot read back, is audited
 whole. Between versions the live weights are scrubbed: digested again tensor by tensor, at a small share of one core.
+After the update, and off the pause, the engine scores the version's probe now and then (`probe.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from typing import TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 
 from sparsewire.rollout.engine import Engine
+from sparsewire.rollout.probe import ProbeWatch
 from sparsewire.rollout.proof import PatchProof, ReadsBack, prove_patches
 from sparsewire.sync.delta import TensorPatch
 from sparsewire.sync.digest import TensorDigest, version_digest
@@ -122,6 +124,7 @@ class Updater:
         region: str,
         pause_timeout: timedelta,
         poll: timedelta,
+        probes: ProbeWatch | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Take a bound engine and an entered subscriber opened with `stage=True`; both belong to this from now on."""
@@ -131,6 +134,7 @@ class Updater:
         self._region = region
         self._pause_timeout = pause_timeout
         self._poll = poll
+        self._probes = probes
         self._clock = clock
         self._digests: dict[str, TensorDigest] = {}
         self._scrub_queue: list[str] = []
@@ -219,6 +223,10 @@ class Updater:
         live = self._engine.digest([spec.name for spec in schema])
         return version_digest(schema, [live[spec.name] for spec in schema])
 
+    def score_probe(self, *, now: bool = False) -> bool:
+        """Score the probe of the version served when it is due, or `now` in any case; return whether it was scored."""
+        return self._probes is not None and self._probes.score_when_due(now=now)
+
     # One version.
 
     def update_once(self, *, timeout: timedelta) -> bool:
@@ -229,6 +237,7 @@ class Updater:
         try:
             if self._subscriber.staged() is None and not self._subscriber.wait_for_newer(timeout=timeout):
                 self.scrub(budget=SCRUB_BUDGET)
+                self.score_probe()
                 return False
             self._subscriber.sync(deadline=SYNC_DEADLINE_SECONDS)
             self._num_fetch_failures = 0
@@ -244,6 +253,7 @@ class Updater:
             return False
         if self._land(update):
             self._num_land_failures = 0
+            self.score_probe()
             return True
         self._back_off(self._num_land_failures)
         self._num_land_failures += 1
@@ -295,6 +305,8 @@ class Updater:
             _LAG.set(serving - landed.stepped_unix_seconds)
             _STEPPED.set(landed.stepped_unix_seconds)
         self._report_success(landed, from_version, serving, phases)
+        if self._probes is not None:
+            self._probes.offer(landed.version, landed.probe)
         return True
 
     def _prove(self, update: StagedUpdate, patches: list[TensorPatch]) -> PatchProof | None:

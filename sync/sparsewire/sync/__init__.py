@@ -1,6 +1,6 @@
 """Everything that crosses the datacenter line, both ways; never imports torch or vLLM.
 
-In the order of a version's journey. Pure: `types`, `delta`, `digest`, `codec`, `chain`, `view`, `quantize` and `block_fp8`, `manifest`. Services:
+In the order of a version's journey. Pure: `types`, `delta`, `digest`, `codec`, `chain`, `view`, `quantize` and `block_fp8`, `probe`, `manifest`. Services:
 `store` (object stores), `history` (one run's objects), `pack` and `publisher` (sending), `weight_service` and
 `weight_client` (gRPC), `source` (where a subscriber reads), `fetch`, `mirror`, `patch_file`, `seed`, `subscriber`
 `staging` (receiving), `trajectories` (the way back), `rpc`, `telemetry`, `errors` (beneath all).
@@ -11,6 +11,7 @@ from __future__ import annotations
 from sparsewire.sync.block_fp8 import block_fp8_view
 from sparsewire.sync.codec import FlatPatch, decode_tensor, encode_tensor
 from sparsewire.sync.digest import tensor_digest
+from sparsewire.sync.probe import Probe
 from sparsewire.sync.publisher import Publisher, PublisherSettings
 from sparsewire.sync.staging import StagedUpdate
 from sparsewire.sync.subscriber import Subscriber
@@ -21,6 +22,7 @@ __all__ = [
     "decode_tensor",
     "FlatPatch",
     "tensor_digest",
+    "Probe",
     "Publisher",
     "PublisherSettings",
     "Shard",

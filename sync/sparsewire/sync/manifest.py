@@ -18,6 +18,7 @@ from sparsewire.sync.build import FORMAT_NUMBER
 from sparsewire.sync.chain import Link, LinkKind
 from sparsewire.sync.digest import TensorDigest
 from sparsewire.sync.errors import DamagedError, UnsupportedFormatError
+from sparsewire.sync.probe import Probe, probe_from_wire, probe_to_wire
 from sparsewire.sync.types import MAX_TENSORS
 from sparsewire.v1 import manifest_pb2
 
@@ -115,6 +116,8 @@ class Manifest:
     build: str
     predicted: bool = False
     """A delta with chunks coded against the change before it."""
+    probe: Probe | None = None
+    """What the trainer's own model makes of some tokens at this version; None when it gave none."""
 
     @property
     def pack_bytes(self) -> int:
@@ -162,6 +165,7 @@ class Manifest:
             stepped_unix_seconds=self.stepped_unix_seconds,
             created_unix_seconds=self.created_unix_seconds,
             build=self.build,
+            probe=None if self.probe is None else probe_to_wire(self.probe),
         )
         return seal_envelope(message.SerializeToString(deterministic=True))
 
@@ -241,6 +245,7 @@ def open_manifest(sealed: bytes, *, where: str) -> Manifest:
         created_unix_seconds=message.created_unix_seconds,
         build=message.build,
         predicted=message.predicted,
+        probe=probe_from_wire(message.probe, where=where) if message.HasField("probe") else None,
     )
 
 

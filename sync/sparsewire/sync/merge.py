@@ -14,6 +14,7 @@ from sparsewire.sync.chain import LinkKind
 from sparsewire.sync.digest import ZERO, TensorDigest, version_digest
 from sparsewire.sync.manifest import Manifest
 from sparsewire.sync.pack import Part
+from sparsewire.sync.probe import Probe
 from sparsewire.sync.types import Schema
 
 
@@ -29,6 +30,7 @@ def merge_parts(
     step: int,
     stepped_unix_seconds: float,
     now_unix_seconds: float,
+    probe: Probe | None = None,
 ) -> Manifest:
     """Return the manifest of `version`: a delta from `base`, whose tensors have `base_digests`, or an anchor if that is None."""
     digests = merge_digests(parts, base=(ZERO,) * len(schema) if base is None else base_digests)
@@ -58,6 +60,7 @@ def merge_parts(
         created_unix_seconds=now_unix_seconds,
         build=build_name(),
         predicted=any(part.predicted for part in parts),
+        probe=probe,
     )
 
 

@@ -51,6 +51,7 @@ from sparsewire.sync.manifest import Manifest, open_manifest
 from sparsewire.sync.merge import merge_parts
 from sparsewire.sync.pack import Part, write_pack
 from sparsewire.sync.parallel import default_num_threads
+from sparsewire.sync.probe import Probe
 from sparsewire.sync.ranks import SOLO, Agreement, Ranks
 from sparsewire.sync.store.base import Store
 from sparsewire.sync.store.open import check_store_url, open_store
@@ -212,6 +213,7 @@ class Publisher:
         *,
         step: int = 0,
         stepped_unix_seconds: float | None = None,
+        probe: Probe | None = None,
     ) -> Manifest:
         """Commit `view` as the next version (version 0, an anchor, for a new run) and return its manifest.
 
@@ -221,13 +223,14 @@ class Publisher:
             view: every tensor of the model as the rollout sees it, whole or as this rank's `Shard`; bits are compared.
             step: the learner's optimizer step, for the record.
             stepped_unix_seconds: when that step ended; now by default.
+            probe: what the trainer's own model makes of some tokens with these weights; that of rank 0 counts.
 
         Raises:
             FencedError: another learner claimed the run; stop.
             SchemaMismatchError: names, dtypes or shapes are not those of the run; lists the differences.
             StoreError, DeadlineExceededError: nothing was lost; the next publish covers the same change.
         """
-        future = self.publish_in_background(view, step=step, stepped_unix_seconds=stepped_unix_seconds)
+        future = self.publish_in_background(view, step=step, stepped_unix_seconds=stepped_unix_seconds, probe=probe)
         return self._await(future)
 
     def publish_in_background(
@@ -236,6 +239,7 @@ class Publisher:
         *,
         step: int = 0,
         stepped_unix_seconds: float | None = None,
+        probe: Probe | None = None,
     ) -> Future[Manifest]:
         """Start a publish and return at once; waits first for one in flight (its error stays in its own future).
 
@@ -252,7 +256,7 @@ class Publisher:
                 self._await(self._flight)
             except SparsewireError as error:
                 logger.info("the publish before this one failed (%s); this one covers its change", error)
-        self._flight = self._executor.submit(self._publish, local, step, stepped)
+        self._flight = self._executor.submit(self._publish, local, step, stepped, probe)
         return self._flight
 
     def _await(self, future: Future[_T]) -> _T:
@@ -302,11 +306,11 @@ class Publisher:
             )
         return b"" if version is None else self._history.commit(version).seal()
 
-    def _publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest:
+    def _publish(self, view: LocalView, step: int, stepped_unix_seconds: float, probe: Probe | None) -> Manifest:
         started = time.time()
         try:
             for _ in range(_MAX_CATCH_UPS):
-                manifest = self._try_publish(view, step, stepped_unix_seconds)
+                manifest = self._try_publish(view, step, stepped_unix_seconds, probe)
                 if manifest is not None:
                     break
                 self._catch_up()
@@ -346,14 +350,18 @@ class Publisher:
             manifest.version, self._run, manifest.kind.value, report.wire_bytes, 100 * manifest.density, seconds,
         )  # fmt: skip
 
-    def _try_publish(self, view: LocalView, step: int, stepped_unix_seconds: float) -> Manifest | None:
+    def _try_publish(
+        self, view: LocalView, step: int, stepped_unix_seconds: float, probe: Probe | None
+    ) -> Manifest | None:
         """Encode, gather, commit; None when the version was taken and the head must be rebuilt first."""
         version = 0 if self.head is None else self.head.version + 1
         last = self._baseline.last_change if self._settings.predict else None
         part, parts = self._write_parts(view, version, lambda: self._baseline.shards_of(view), last)
         started = time.monotonic()
         try:
-            sealed = self._agreement.on_first(lambda: self._commit(view, parts, version, step, stepped_unix_seconds))
+            sealed = self._agreement.on_first(
+                lambda: self._commit(view, parts, version, step, stepped_unix_seconds, probe)
+            )
         except (StoreUnavailableError, DeadlineExceededError):
             raise  # the commit may have arrived all the same, so its pack must stay
         except SparsewireError:
@@ -413,7 +421,13 @@ class Publisher:
         return part, parts
 
     def _commit(
-        self, view: LocalView, parts: Sequence[Part], version: int, step: int, stepped_unix_seconds: float
+        self,
+        view: LocalView,
+        parts: Sequence[Part],
+        version: int,
+        step: int,
+        stepped_unix_seconds: float,
+        probe: Probe | None,
     ) -> bytes:
         """On rank 0: merge, check the claim, and put the manifest if absent."""
         assert self._claim is not None
@@ -428,6 +442,7 @@ class Publisher:
             step=step,
             stepped_unix_seconds=stepped_unix_seconds,
             now_unix_seconds=time.time(),
+            probe=probe,
         )
         sealed = manifest.seal()
         if self.head is None:
@@ -502,6 +517,7 @@ class Publisher:
             step=head.step,
             stepped_unix_seconds=head.stepped_unix_seconds,
             now_unix_seconds=head.created_unix_seconds,
+            probe=head.probe,
         )
         if merged.version_digest != head.version_digest:
             raise DigestMismatchError(

@@ -15,6 +15,7 @@ from sparsewire.sync.digest import TensorDigest
 from sparsewire.sync.manifest import Manifest
 from sparsewire.sync.mirror import Mirror
 from sparsewire.sync.patch_file import fold
+from sparsewire.sync.probe import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class StagedUpdate:
     """When `version` was committed, by the learner's clock."""
     epoch: int
     step: int
+    probe: Probe | None
+    """Of `version`; None when its publisher gave none, and for a mirror that came through a restart."""
     paths: tuple[Path, ...] = field(repr=False)
 
     def patches(self) -> Iterator[TensorPatch]:
@@ -136,6 +139,7 @@ class Staging:
             committed_unix_seconds=manifest.created_unix_seconds if manifest else 0.0,
             epoch=manifest.epoch if manifest else 0,
             step=manifest.step if manifest else 0,
+            probe=manifest.probe if manifest else None,
             paths=tuple(self._paths),
         )
 

@@ -19,6 +19,12 @@ from sparsewire.sync.block_fp8 import MODULES_TO_NOT_CONVERT
 from sparsewire.sync.errors import ConfigError
 from sparsewire.sync.rpc import check_address
 
+PROBE_TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5",
+)
+"""Prose and code: 42 tokens of a usual vocabulary."""
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -108,6 +114,10 @@ class LearnerConfig(BaseModel):
     anchor_fraction: float = Field(default=0.5, gt=0.0)
     """An anchor is written once the deltas since the last outweigh this fraction of it."""
     retain_versions: int = Field(default=32, ge=2)
+    probe_texts: tuple[Annotated[str, Field(max_length=2000)], ...] = Field(default=PROBE_TEXTS, max_length=13)
+    """Scored with each version's weights, so that workers can compare what their engine makes of them: at least two
+    tokens each, of which the first 32 count; two completions of the newest batch join them. None: no version has a
+    probe, and the learner saves a small forward pass for each."""
     checkpoint_every_steps: int = Field(default=8, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
 

@@ -56,6 +56,7 @@ from sparsewire.trainer.learner import Learner, LearnerSettings, StepStats
 from sparsewire.trainer.loss import ClipRange
 from sparsewire.trainer.model import load_model, vocabulary_size
 from sparsewire.trainer.outlet import Outlet
+from sparsewire.trainer.probe import open_prober
 from sparsewire.trainer.ranks import ProcessGroup, open_process_group
 
 logger = logging.getLogger(__name__)
@@ -249,11 +250,13 @@ class _Loop:
         self._group = group
         self._learner = learner
         self._publisher = publisher
+        self._prober = open_prober(config.probe_texts, directory=config.model, model=learner.model, group=group)
         self._outlet = Outlet(
             publisher=publisher,
             model=learner.model,
             kind=config.view,
             ranks=group.control,
+            prober=self._prober,
             modules_to_not_convert=config.modules_to_not_convert,
         )
         self._checkpoints = checkpoints
@@ -341,6 +344,8 @@ class _Loop:
             stepped = time.time()
             clock.lap("compute")
             self._account(stats)
+            if self._prober is not None:
+                self._prober.follow(batch)
             self._outlet.settle()
             clock.lap("publish_wait")
             if step % self._config.publish_every_steps == 0 or self._is_last(step):

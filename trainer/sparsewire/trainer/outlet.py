@@ -17,12 +17,14 @@ from math import prod
 from sparsewire.sync.block_fp8 import MODULES_TO_NOT_CONVERT
 from sparsewire.sync.errors import DeadlineExceededError, StoreUnavailableError
 from sparsewire.sync.manifest import Manifest
+from sparsewire.sync.probe import Probe
 from sparsewire.sync.publisher import Publisher
 from sparsewire.sync.ranks import SOLO, Ranks
 from sparsewire.sync.view import Shard
 from sparsewire.trainer.config import ViewKind
 from sparsewire.trainer.extract import local_view
 from sparsewire.trainer.model import CausalLM
+from sparsewire.trainer.probe import Prober
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +45,15 @@ class Outlet:
         model: CausalLM,
         kind: ViewKind = ViewKind.BF16,
         ranks: Ranks = SOLO,
+        prober: Prober | None = None,
         modules_to_not_convert: Sequence[str] = MODULES_TO_NOT_CONVERT,
     ) -> None:
-        """Publish what `local_view` makes of the model; `ranks` are those of the steps' thread."""
+        """Publish what `local_view` makes of the model, and what `prober` does; `ranks` are those of the steps' thread."""
         self._publisher = publisher
         self._model = model
         self._kind = kind
         self._ranks = ranks
+        self._prober = prober
         self._modules_to_not_convert = modules_to_not_convert
         self.view_bytes = 0
         """Bytes of the whole view, all ranks together; known from the first publish on."""
@@ -72,14 +76,14 @@ class Outlet:
             FencedError: another learner has taken over the run.
             StoreError: the store refused or is away.
         """
-        return self._publisher.publish(self._view(), step=step, stepped_unix_seconds=time.time())
+        return self._publisher.publish(self._view(), step=step, stepped_unix_seconds=time.time(), probe=self._probe())
 
     def start(self, *, step: int, stepped_unix_seconds: float) -> None:
         """Hand the weights over to be committed in the background. Collective; `settle` first."""
         assert self._flight is None, "a version is in flight"
         self._flight_version = self.version + 1
         self._flight = self._publisher.publish_in_background(
-            self._view(), step=step, stepped_unix_seconds=stepped_unix_seconds
+            self._view(), step=step, stepped_unix_seconds=stepped_unix_seconds, probe=self._probe()
         )
 
     def _view(self) -> dict[str, Shard]:
@@ -88,6 +92,9 @@ class Outlet:
         )
         self.view_bytes = sum(prod(shard.shape) * shard.array.itemsize for shard in view.values())
         return view
+
+    def _probe(self) -> Probe | None:
+        return None if self._prober is None else self._prober.score()
 
     def settle(self) -> bool:
         """Wait for the version in flight; return False when the store was away, so that it is not committed.
