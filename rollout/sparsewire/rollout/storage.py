@@ -49,7 +49,6 @@ SIGNED: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
 """By width in bytes: the integers through which torch moves bits."""
 
 
-
 class LiveTensor:
     """One tensor of a loaded model, seen as a flat array of bits at checkpoint positions."""
 

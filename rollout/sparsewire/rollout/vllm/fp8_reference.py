@@ -14,7 +14,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.platforms import PlatformEnum, current_platform
 
 
-class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc, unused-ignore]
+class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """Multiplies by the dequantised weight in the activations' dtype."""
 
     apply_input_quant = False
@@ -25,7 +25,11 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[mis
         return current_platform.is_cpu(), "it runs on the CPU only"
 
     def apply_block_scaled_mm(
-        self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor  # noqa: N803 - vLLM's names
+        self,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        As: torch.Tensor,
+        Bs: torch.Tensor,
     ) -> torch.Tensor:
         """Return A @ dequantised(B).T; As is unused."""
         rows, columns = self.weight_group_shape
@@ -34,7 +38,7 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[mis
 
 
 def install() -> None:
-    """Offer the kernel where vLLM has none of its own for this machine; calling it again changes nothing."""
+    """Prefer this kernel to any that repacks weights; calling it again changes nothing."""
     kernels: list[Any] = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if ReferenceFp8BlockKernel not in kernels:
-        kernels.append(ReferenceFp8BlockKernel)
+        kernels.insert(0, ReferenceFp8BlockKernel)

@@ -43,7 +43,8 @@ class Permutation:
     def actual(self, positions: Indices) -> Indices:
         """Return where the elements at canonical `positions` of the memory are."""
         block, within = np.divmod(positions, len(self.forward))
-        return block * len(self.forward) + self.forward[within]
+        found: Indices = block * len(self.forward) + self.forward[within]
+        return found
 
 
 class Memory:
@@ -84,6 +85,12 @@ class Memory:
             self.flat[window] = bits
         else:
             self.flat[window][positions] = bits
+
+    def holds(self, window: slice, positions: Any, bits: Any) -> bool:
+        """Tell whether the memory has these bits at these places; both as `upload` returned them."""
+        if self.bits is not None:
+            return bool(np.array_equal(self.bits[window][positions], bits))
+        return torch.equal(self.flat[window][positions], bits)
 
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """Return bits or positions in the form that `write` and `read` take: where the memory is."""
@@ -252,6 +259,10 @@ class PreparedWrite:
     def revert(self) -> None:
         """Write the old bits."""
         self.segment.memory.write(self.window, self.positions, self.undo)
+
+    def finds_old(self) -> bool:
+        """Tell whether the bits to be replaced are there."""
+        return self.segment.memory.holds(self.window, self.positions, self.undo)
 
     def digest(self) -> TensorDigest:
         """Digest what is there now."""

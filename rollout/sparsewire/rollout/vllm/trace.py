@@ -31,6 +31,7 @@ def trace(
     checkpoint: Iterable[tuple[str, torch.Tensor]],
     *,
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    live: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[LayoutMap, dict[str, torch.Tensor]]:
     """Find out where `load` puts the tensors of a checkpoint, without changing the model.
 
@@ -38,11 +39,12 @@ def trace(
         model: whose parameters and buffers are the only places that count.
         checkpoint: CPU tensors by checkpoint name; real ones, since some loaders look at values.
         load: the model's own `load_weights`.
+        live: the tensors that the model computes with, by name, where it holds stand-ins for the time of the trace.
 
     Returns:
         The map, and the checkpoint's tensors by name for `verify`: views of what was passed where it is contiguous.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, live=live)
 
     def handed_out() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint:
@@ -102,18 +104,21 @@ def _identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes copies into the model instead of doing them, and follows whatever else is computed from a source."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
+    def __init__(self, model: torch.nn.Module, *, live: Mapping[str, torch.Tensor] | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live = live
         self.sources: dict[str, torch.Tensor] = {}
         self._name_of: dict[int, str] = {}
         self._runtime: dict[int, str] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
         self._modules: defaultdict[int, set[str]] = defaultdict(set)
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
             self._runtime.setdefault(_identity(tensor), name)
+            self._tensors.setdefault(_identity(tensor), tensor)
             self._modules[_identity(tensor)].add(name.rpartition(".")[0])
         self._memories: dict[tuple[int, int], Memory] = {}
         self._labels: dict[int, frozenset[_Label]] = {}
@@ -190,8 +195,12 @@ class _Recorder(TorchDispatchMode):
             problem = f"the checkpoint has {source.dtype}, {self._runtime[_identity(target)]} is {target.dtype}"
         elif source.dtype != base.dtype or source.numel() != target.numel() or target.dtype not in DTYPES:
             problem = "its loader reinterprets or repeats it"
+        elif (place := self._place(target)) is None:
+            problem = (
+                f"{self._runtime[_identity(target)]} has another shape, type or order in the kernel than in the loader"
+            )
         else:
-            segment = _segment(self._memory(target), target, source.reshape(target.shape))
+            segment = _segment(*place, target, source.reshape(target.shape))
             if segment is not None:
                 self._segments[name].setdefault((segment.target_key, segment.key), segment)
                 return
@@ -208,11 +217,16 @@ class _Recorder(TorchDispatchMode):
             else:
                 self._computed.setdefault(label, reason)
 
-    def _memory(self, tensor: torch.Tensor) -> Memory:
-        key = (_identity(tensor), tensor.element_size())
+    def _place(self, target: torch.Tensor) -> tuple[Memory, int] | None:
+        """Return the live memory behind a view of a parameter, and where in it the view begins; None if it has no place."""
+        name, known = self._runtime[_identity(target)], self._tensors[_identity(target)]
+        live = known if self._live is None else self._live.get(name)
+        if live is None or (live.shape, live.dtype, live.stride()) != (known.shape, known.dtype, known.stride()):
+            return None
+        key = (_identity(live), live.element_size())
         if key not in self._memories:
-            self._memories[key] = Memory(name=self._runtime[key[0]], tensor=tensor)
-        return self._memories[key]
+            self._memories[key] = Memory(name=name, tensor=live)
+        return self._memories[key], int(target.storage_offset() - known.storage_offset() + live.storage_offset())
 
     def layouts(self) -> dict[str, TensorLayout]:
         """Return what was found for every source, in order of arrival."""
@@ -247,7 +261,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return found
 
 
-def _segment(memory: Memory, target: torch.Tensor, source: torch.Tensor) -> Segment | None:
+def _segment(memory: Memory, offset: int, target: torch.Tensor, source: torch.Tensor) -> Segment | None:
     """Return the boxes of a copy in their simplest form; None when positions would not be unique."""
     dims = [
         (source.stride(number), extent, target.stride(number))
@@ -275,8 +289,8 @@ def _segment(memory: Memory, target: torch.Tensor, source: torch.Tensor) -> Segm
         reach += target_stride * (extent - 1)
     return Segment(
         memory=memory,
-        source_offset=source.storage_offset(),
-        target_offset=target.storage_offset(),
+        source_offset=int(source.storage_offset()),
+        target_offset=offset,
         extents=tuple(extent for _, extent, _ in merged),
         source_strides=tuple(stride for stride, _, _ in merged),
         target_strides=tuple(stride for _, _, stride in merged),
