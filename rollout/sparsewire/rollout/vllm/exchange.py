@@ -64,6 +64,15 @@ class RankTensor:
     """The parts that the rank holds."""
     opaque: str | None
     shares_with: str | None
+    aliases: tuple[str, ...]
+    """Other names for its memory."""
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file that is complete once it carries its name."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value))
+    partial.rename(path)
 
 
 # Answers.
@@ -79,9 +88,7 @@ def write_report(path: str, *, rank: int, answer: Mapping[str, Any]) -> None:
     status = final.parent.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise EngineError(f"{final.parent} is open to other users, so nothing is written there: make it mode 0700")
-    partial = final.with_name(final.name + ".partial")
-    partial.write_text(json.dumps(answer))
-    partial.rename(final)
+    write_json(final, answer)
 
 
 def failure(error: Exception) -> Mapping[str, Any]:
@@ -137,6 +144,7 @@ def tensor_to_json(tensor: RankTensor) -> Mapping[str, Any]:
         "boxes": tensor.boxes,
         "opaque": tensor.opaque,
         "shares_with": tensor.shares_with,
+        "aliases": tensor.aliases,
     }
 
 
@@ -147,6 +155,7 @@ def tensor_from_json(fields: Mapping[str, Any]) -> RankTensor:
         boxes=tuple(_box(box) for box in fields["boxes"]),
         opaque=fields["opaque"],
         shares_with=fields["shares_with"],
+        aliases=tuple(fields["aliases"]),
     )
 
 
@@ -198,9 +207,7 @@ def write_locations(path: Path, tensors: Mapping[str, npt.NDArray[Any]], *, spil
             mapped = _file_of(array)
             assert mapped is not None
             places[name] = [*mapped, str(Dtype.of(array.dtype)), array.shape]
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(places))
-    partial.rename(path)
+    write_json(path, places)
 
 
 def read_locations(path: Path) -> dict[str, Bits]:

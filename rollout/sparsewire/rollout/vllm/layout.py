@@ -235,6 +235,8 @@ class TensorLayout:
     """Why it can only be loaded through the model's loaders; None when it can be written in place."""
     shares_with: str | None = None
     """For a tied tensor: the name that owns its memory."""
+    aliases: tuple[str, ...] = ()
+    """Names that are not in the checkpoint, under which the model holds all of it a second time."""
     module_names: frozenset[str] = field(default=frozenset())
     """Modules of the model whose parameters hold it."""
 

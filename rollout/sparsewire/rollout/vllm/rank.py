@@ -97,6 +97,7 @@ class RankWeights:
                 else (_whole(tensor.spec.num_elements),),
                 opaque=tensor.opaque,
                 shares_with=tensor.shares_with,
+                aliases=tensor.aliases,
             )
             for tensor in self._layout.tensors.values()
         ]

@@ -116,6 +116,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors: dict[int, torch.Tensor] = {}
         self._modules: defaultdict[int, set[str]] = defaultdict(set)
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self._named = dict(named)
         for name, tensor in named:
             self._runtime.setdefault(_identity(tensor), name)
             self._tensors.setdefault(_identity(tensor), tensor)
@@ -232,13 +233,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what was found for every source, in order of arrival."""
         layouts: dict[str, TensorLayout] = {}
         owners: dict[object, str] = {}
+        aliases = self._aliases()
         for name, tensor in self.sources.items():
             segments = tuple(self._segments[name].values())
             reason = self._opaque.get(name) or next(
                 (self._computed[place] for place in self._held_by[name] if place in self._computed), None
             )
             places = frozenset(segment.target_key for segment in segments)
-            owner = owners.setdefault(places, name) if places else name
+            owner = owners.setdefault(places, name) if places else aliases.get(name, name)
             modules: set[str] = set().union(*(self._modules[place] for place in self._held_by[name]))
             layouts[name] = TensorLayout(
                 spec=TensorSpec(name=name, dtype=DTYPES[tensor.dtype], shape=tuple(tensor.shape)),
@@ -246,8 +248,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 opaque=reason,
                 shares_with=None if owner == name else owner,
                 module_names=frozenset(modules),
+                aliases=tuple(alias for alias, of in aliases.items() if of == name and alias not in self.sources),
             )
         return layouts
+
+    def _aliases(self) -> dict[str, str]:
+        """Return other names under which the model holds a whole tensor, such as a tied head, each with the tensor's name."""
+        holder: dict[int, str] = {}
+        for name, segments in self._segments.items():
+            for segment in segments.values():
+                if segment.num_elements == len(segment.memory.flat):
+                    holder.setdefault(id(segment.memory), name)
+        memory_of = {place: memory for (place, _), memory in self._memories.items()}
+        everything = self._live if self._live is not None else self._named
+        found: dict[str, str] = {}
+        for alias, tensor in everything.items():
+            memory = memory_of.get(_identity(tensor))
+            if memory is not None and id(memory) in holder and alias != holder[id(memory)]:
+                found[alias] = holder[id(memory)]
+        return found
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
