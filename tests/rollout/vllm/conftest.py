@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from sparsewire.rollout.vllm.driver import RankDriver
+from sparsewire.sync.errors import EngineError
 
 # One thread and no compilation give bitwise reproducible results; the engine core in this process starts in a second.
 os.environ.update(
@@ -176,6 +181,14 @@ def nudge(weights: Weights, seed: int, *, share: float = 0.02) -> Weights:
     return changed
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let vLLM warn about itself; our own code warns nowhere in these tests."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns the directory of a model of a kind, written once a session."""
@@ -189,3 +202,108 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return directory
 
     return get
+
+
+@pytest.fixture(scope="session")
+def weights_of() -> Callable[[Path], Weights]:
+    """The function `read_weights(directory)`."""
+    return read_weights
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint() -> Callable[[Path, Path, Weights], None]:
+    """The function `write_weights(directory, base, weights)`."""
+    return write_weights
+
+
+@pytest.fixture(scope="session")
+def nudge_weights() -> Callable[..., Weights]:
+    """The function `nudge(weights, seed, *, share=0.02)`."""
+    return nudge
+
+
+class InProcessEngine:
+    """vLLM's `LLM` with the engine core in this process, and a driver of its one rank."""
+
+    num_ranks = 1
+
+    def __init__(self, directory: Path, exchange: Path) -> None:
+        from vllm import LLM
+
+        exchange.mkdir(mode=0o700, parents=True)
+        self.llm: Any = LLM(
+            str(directory),
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=16 << 20,
+            block_size=32,
+            disable_log_stats=True,
+            weight_transfer_config={"backend": "sparsewire"},
+        )
+        self.driver = RankDriver(calls=self, directory=exchange)
+
+    def initialize(self, init_info: Mapping[str, Any], *, timeout: timedelta) -> None:
+        self._call("init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    def start_update(self, *, timeout: timedelta) -> None:
+        self._call("start_weight_update")
+
+    def update(self, update_info: Mapping[str, Any], *, timeout: timedelta) -> None:
+        self._call("update_weights", {"update_info": dict(update_info)})
+
+    def finish_update(self, version: str, *, timeout: timedelta) -> None:
+        self._call("finish_weight_update")
+
+    def check_alive(self) -> None:
+        pass
+
+    def _call(self, method: str, kwargs: Mapping[str, Any] | None = None) -> None:
+        try:
+            self.llm.collective_rpc(method, kwargs=dict(kwargs or {}))
+        except RuntimeError as error:
+            raise EngineError(f"{method}: {error}") from error
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that generates."""
+        model: torch.nn.Module = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        return model
+
+    def parameter_bytes(self) -> dict[str, bytes]:
+        """The bytes of all parameters as the kernels read them."""
+        return {
+            name: parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def greedy(self, prompts: Sequence[str], num_tokens: int = 12) -> list[tuple[list[int], list[float]]]:
+        """The tokens that are most likely, with their log-probabilities; no cache survives from before."""
+        from vllm import SamplingParams
+
+        self.llm.reset_prefix_cache()
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=0, ignore_eos=True)
+        found = []
+        for result in self.llm.generate(list(prompts), sampling, use_tqdm=False):
+            output = result.outputs[0]
+            pairs = zip(output.token_ids, output.logprobs, strict=True)
+            found.append((list(output.token_ids), [entry[token].logprob for token, entry in pairs]))
+        return found
+
+
+@pytest.fixture
+def open_llm(tmp_path: Path) -> Iterator[Callable[[Path], InProcessEngine]]:
+    """Opens engines in this process, and ends them after the test."""
+    opened: list[InProcessEngine] = []
+
+    def make(directory: Path) -> InProcessEngine:
+        engine = InProcessEngine(directory, tmp_path / f"exchange-{len(opened)}")
+        opened.append(engine)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.llm.llm_engine.engine_core.shutdown()
+        del engine.llm
+    gc.collect()

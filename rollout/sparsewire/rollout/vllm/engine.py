@@ -385,13 +385,14 @@ class VllmEngine:
 
     def encode_chat(self, prompt: str) -> npt.NDArray[np.int32]:
         """Return the token ids of one user message, ready for the assistant's turn."""
-        message = [{"role": "user", "content": prompt}]
-        ids = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-        return np.asarray(ids, np.int32)
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def decode_text(self, token_ids: npt.NDArray[np.int32]) -> str:
         """Return the text of completion tokens without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Generation]:
         """Complete prompts; updates may land between decode steps.
