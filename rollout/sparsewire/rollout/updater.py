@@ -226,6 +226,10 @@ class Updater:
 
         A failure is counted, logged in one line, and followed by a wait that `stop` cuts short.
         """
+        if self._served is not None and self._engine.version is None:
+            logger.error("the engine lost version %d: loading everything again", self._served)
+            self._events.emit("apply_failed", version=self._served, phase="serve", reason="the engine lost its weights")
+            self._withdraw(self._served)
         try:
             if self._subscriber.staged() is None and not self._subscriber.wait_for_newer(timeout=timeout):
                 self.scrub(budget=SCRUB_BUDGET)

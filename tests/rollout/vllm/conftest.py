@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparsewire.rollout.vllm.driver import RankDriver
+from sparsewire.rollout.vllm.engine import VllmEngine, VllmOptions
 from sparsewire.sync.errors import EngineError
 
 # One thread and no compilation give bitwise reproducible results; the engine core in this process starts in a second.
@@ -104,6 +105,8 @@ def write_model(directory: Path, kind: str, *, seed: int = 0) -> None:
                 parameter.copy_(0.3 * noise)
             else:
                 parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
+        # A logit of zero among logits that spread by several units: completions run to their limit.
+        model.get_output_embeddings().weight[_SHAPE["eos_token_id"]] = 0.0
     model.to(torch.bfloat16).save_pretrained(directory)
     _write_tokenizer(directory)
     if kind == "qwen3-fp8":
@@ -227,7 +230,7 @@ class InProcessEngine:
 
     num_ranks = 1
 
-    def __init__(self, directory: Path, exchange: Path) -> None:
+    def __init__(self, directory: Path, exchange: Path, arguments: Mapping[str, Any]) -> None:
         from vllm import LLM
 
         exchange.mkdir(mode=0o700, parents=True)
@@ -235,12 +238,13 @@ class InProcessEngine:
             str(directory),
             dtype="bfloat16",
             enforce_eager=True,
-            max_model_len=256,
+            max_model_len=512,
             max_num_seqs=8,
             kv_cache_memory_bytes=16 << 20,
             block_size=32,
             disable_log_stats=True,
             weight_transfer_config={"backend": "sparsewire"},
+            **arguments,
         )
         self.driver = RankDriver(calls=self, directory=exchange)
 
@@ -264,6 +268,12 @@ class InProcessEngine:
             self.llm.collective_rpc(method, kwargs=dict(kwargs or {}))
         except RuntimeError as error:
             raise EngineError(f"{method}: {error}") from error
+
+    @property
+    def rank(self) -> Any:
+        """The rank's weights, inside the backend."""
+        worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        return worker.weight_transfer_engine._weights
 
     @property
     def model(self) -> torch.nn.Module:
@@ -293,12 +303,12 @@ class InProcessEngine:
 
 
 @pytest.fixture
-def open_llm(tmp_path: Path) -> Iterator[Callable[[Path], InProcessEngine]]:
+def open_llm(tmp_path: Path) -> Iterator[Callable[..., InProcessEngine]]:
     """Opens engines in this process, and ends them after the test."""
     opened: list[InProcessEngine] = []
 
-    def make(directory: Path) -> InProcessEngine:
-        engine = InProcessEngine(directory, tmp_path / f"exchange-{len(opened)}")
+    def make(directory: Path, **arguments: Any) -> InProcessEngine:
+        engine = InProcessEngine(directory, tmp_path / f"exchange-{len(opened)}", arguments)
         opened.append(engine)
         return engine
 
@@ -307,3 +317,21 @@ def open_llm(tmp_path: Path) -> Iterator[Callable[[Path], InProcessEngine]]:
         engine.llm.llm_engine.engine_core.shutdown()
         del engine.llm
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def open_vllm() -> Callable[..., VllmEngine]:
+    """Returns a function that starts vLLM in processes of its own on a model directory."""
+
+    def make(directory: Path, **arguments: Any) -> VllmEngine:
+        options = VllmOptions(
+            max_model_len=512,
+            max_num_seqs=16,
+            kv_cache_bytes=32 << 20,
+            enforce_eager=True,
+            extra={"block_size": 32},
+            **arguments,
+        )
+        return VllmEngine.open(directory, options=options)
+
+    return make

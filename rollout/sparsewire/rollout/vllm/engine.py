@@ -11,6 +11,9 @@ is what a fresh engine with the new weights would make of the same prefix. vLLM 
 token, and the label changes only while nothing is scheduled. Without proved weights nothing is served: requests in
 flight are aborted and the scheduler stays paused, whatever resumes, until a load succeeded. An engine core that died is
 started again by the next `load`.
+
+Known limit: the random stream of a sampled request belongs to vLLM, so which tokens follow an interruption depends on
+where it happened; their distribution does not.
 """
 
 from __future__ import annotations
@@ -49,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = timedelta(minutes=15)
 """Bound on starting vLLM, which reads the whole model."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM samples at none lower; below it the likeliest token is taken, with its log-probability at temperature 1."""
 
 CALL_TIMEOUT = timedelta(seconds=60)
 CLOSE_TIMEOUT = timedelta(seconds=30)
@@ -425,9 +431,10 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         self._num_requests += 1
+        temperature = request.sampling.temperature
         request_id = f"{request.request_id}-{self._num_requests}"
         sampling = SamplingParams(
-            temperature=request.sampling.temperature,
+            temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
             max_tokens=request.sampling.max_new_tokens,
             seed=request.seed & _SEED_MASK,
             logprobs=0,
@@ -464,6 +471,8 @@ class VllmEngine:
             except EngineError as error:
                 logger.warning("requests in flight were not aborted: %s", error)
             self._llm.shutdown()
+            # Let go of it while the interpreter is whole: it shuts down again when it is collected.
+            self._llm = None
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT.total_seconds())

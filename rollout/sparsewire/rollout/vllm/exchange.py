@@ -31,7 +31,7 @@ from sparsewire.sync.errors import (
     EngineError,
     SparsewireError,
 )
-from sparsewire.sync.types import Bits, Dtype, TensorSpec
+from sparsewire.sync.types import Bits, Dtype, TensorSpec, bits_of
 
 _POLL_SECONDS = 0.0005
 
@@ -201,7 +201,7 @@ def write_locations(path: Path, tensors: Mapping[str, npt.NDArray[Any]], *, spil
             for name, array in spilled:
                 file.write(bytes(-file.tell() % 64))
                 places[name] = [str(spill), file.tell(), str(Dtype.of(array.dtype)), array.shape]
-                file.write(np.ascontiguousarray(array).data.cast("B") if array.nbytes else b"")
+                file.write(bits_of(array).data)
     for name, array in tensors.items():
         if name not in places:
             mapped = _file_of(array)
