@@ -129,10 +129,12 @@ def begin(pool: ThreadPoolExecutor, engine: VllmEngine, requests: list[Generatio
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    """One thread that generates."""
+def pool(engine: VllmEngine) -> Iterator[ThreadPoolExecutor]:
+    """One thread that generates; what a failed test leaves in flight is aborted."""
     with ThreadPoolExecutor(1) as executor:
         yield executor
+        if engine._in_flight:
+            engine.withdraw()
 
 
 def test_chain_of_versions_ends_as_a_fresh_engine(
@@ -265,7 +267,7 @@ def test_damaged_missing_or_foreign_patch_file_is_refused_before_any_write(
     with pytest.raises(DamagedError, match="hash"):
         world.engine.stage(Change(patches=change.patches, base_version=0, version=1, path=damaged))
     gone = Change(patches=change.patches, base_version=0, version=1, path=tmp_path / "gone.patch")
-    with pytest.raises(EngineError, match=r"gone\.patch"):
+    with pytest.raises(DamagedError, match=r"gone\.patch"):
         world.engine.stage(gone)
     wrong = Change(patches=change.patches, base_version=5, version=6, path=change.path)
     world.engine.pause(timeout=SOON)

@@ -31,7 +31,7 @@ from sparsewire.rollout.vllm.exchange import (
     write_locations,
 )
 from sparsewire.sync.digest import ZERO, TensorDigest
-from sparsewire.sync.errors import EngineError, SchemaMismatchError
+from sparsewire.sync.errors import DamagedError, EngineError, SchemaMismatchError
 from sparsewire.sync.patch_file import PatchWriter
 from sparsewire.sync.types import Schema
 
@@ -42,6 +42,9 @@ CALL_TIMEOUT = timedelta(seconds=60)
 
 LOAD_TIMEOUT = timedelta(minutes=30)
 """Bound on finding out the layout of, or loading, a whole model."""
+
+GRACE = timedelta(seconds=1)
+"""Added to a deadline that ranks keep themselves, so that their answer still arrives."""
 
 _HASH_BYTES = 32
 
@@ -166,9 +169,12 @@ class RankDriver:
         if path is None:
             path = self._directory / f"{change.key}.patch"
             self._write_patch(path, change)
-        with path.open("rb") as file:
-            file.seek(-_HASH_BYTES, 2)
-            sha256 = file.read().hex()
+        try:
+            with path.open("rb") as file:
+                file.seek(-_HASH_BYTES, 2)
+                sha256 = file.read().hex()
+        except OSError as error:
+            raise DamagedError(f"patch file {path} cannot be read: {error}") from error
         staged = {
             "path": str(path),
             "sha256": sha256,
@@ -202,10 +208,12 @@ class RankDriver:
         assert self._staged is not None
         timeout = _left(change)
         if change.inverse:
-            self._note_version(self._request(Action.UNDO, {"base_version": change.base_version}, timeout=timeout))
+            self._note_version(
+                self._request(Action.UNDO, {"base_version": change.base_version}, timeout=timeout + GRACE)
+            )
         else:
             limit = {"timeout_seconds": timeout.total_seconds()}
-            self._note_version(self._request(Action.APPLY, self._staged | limit, timeout=timeout))
+            self._note_version(self._request(Action.APPLY, self._staged | limit, timeout=timeout + GRACE))
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]], *, version: int) -> None:
         """Replace all weights by the run's tensors, which ranks map from the files that hold them.
@@ -267,7 +275,7 @@ class RankDriver:
         """Digest the live elements that a change writes, by the run's names."""
         self.stage(change)
         schema = self._bound()
-        found = sum_digests(self._request(Action.DIGEST, {}, timeout=_left(change)))
+        found = sum_digests(self._request(Action.DIGEST, {}, timeout=_left(change) + GRACE))
         touched = {patch.tensor for patch in change.patches}
         return {schema[number].name: found.get(self._names[number], ZERO) for number in sorted(touched)}
 
@@ -280,9 +288,15 @@ class RankDriver:
         return self._read(report, deadline=deadline)
 
     def _begin(self, *, timeout: timedelta) -> None:
-        if not self._in_update:
+        if self._in_update:
+            return
+        try:
             self._calls.start_update(timeout=timeout)
-            self._in_update = True
+        except EngineError as error:
+            # A call that timed out on this side may have gone through on the other.
+            if "already active" not in str(error):
+                raise
+        self._in_update = True
 
     def _request(self, action: Action, fields: Mapping[str, Any], *, timeout: timedelta) -> list[Mapping[str, Any]]:
         report = self._report()
@@ -315,4 +329,4 @@ class RankDriver:
 def _left(change: Change) -> timedelta:
     if change.deadline is None:
         return CALL_TIMEOUT
-    return timedelta(seconds=max(0.001, change.deadline - time.monotonic()))
+    return timedelta(seconds=max(0.0, change.deadline - time.monotonic()))
