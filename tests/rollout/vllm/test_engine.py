@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ from sparsewire.rollout.engine import Generation, GenerationRequest
 from sparsewire.rollout.updater import Updater
 from sparsewire.rollout.vllm.engine import VllmEngine
 from sparsewire.sync.digest import tensor_digest
-from sparsewire.sync.errors import DamagedError, EngineError, WrongBaseError
+from sparsewire.sync.errors import DamagedError, DeadlineExceededError, EngineError, WrongBaseError
 from sparsewire.sync.publisher import Publisher
 from sparsewire.sync.subscriber import Subscriber
 from sparsewire.sync.telemetry import EventLog
@@ -42,6 +43,8 @@ def engine(model_of: Callable[[str], Path], open_vllm: Callable[..., VllmEngine]
     opened = open_vllm(model_of("qwen3"))
     yield opened
     opened.close()
+    # What vLLM leaves unclosed should be found here, where its warnings are let pass.
+    gc.collect()
 
 
 @dataclass
@@ -291,7 +294,7 @@ def test_late_apply_is_taken_back_and_the_old_version_goes_on(
     future = begin(pool, world.engine, [request(world.engine, 3)])
     world.engine.stage(change)
     world.engine.pause(timeout=SOON)
-    with pytest.raises(EngineError):
+    with pytest.raises(DeadlineExceededError, match="rank 0"):
         world.engine.apply(change.until(0.0), version=1)
     world.engine.apply(change.inverted(), version=0)
     assert world.engine.digest(old) == {name: tensor_digest(array) for name, array in old.items()}

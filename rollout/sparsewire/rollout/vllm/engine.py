@@ -165,7 +165,7 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._llm: Any = None
-        self._driver: RankDriver
+        self._driver: RankDriver | None = None
 
     @classmethod
     def open(cls, directory: Path, *, options: VllmOptions | None = None) -> Self:
@@ -214,7 +214,7 @@ class VllmEngine:
             self._thread.start()
         self._llm = wait_for(self._loop, self._build(), what="start", timeout=START_TIMEOUT)
         self._driver = RankDriver(calls=_AsyncCalls(llm=self._llm, loop=self._loop), directory=self._exchange)
-        self._driver.describe()
+        self._ranks.describe()
 
     async def _build(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -243,14 +243,22 @@ class VllmEngine:
 
     def describe(self) -> Sequence[EngineTensor]:
         """List the checkpoint's tensors, and tied names, by their Hugging Face names."""
-        return self._driver.describe()
+        return self._ranks.describe()
+
+    @property
+    def _ranks(self) -> RankDriver:
+        if self._driver is None:
+            raise EngineError("vLLM does not run: it failed to start, or the engine was closed")
+        return self._driver
 
     @property
     def version(self) -> int | None:
         """The version that is served; None while there is none, and when vLLM has died."""
-        if self._llm is None or self._llm.errored:
-            return None
-        return self._version
+        return None if self._is_dead else self._version
+
+    @property
+    def _is_dead(self) -> bool:
+        return self._llm is None or bool(self._llm.errored)
 
     def bind(self, schema: Schema) -> None:
         """Fix the run's schema.
@@ -258,7 +266,7 @@ class VllmEngine:
         Raises:
             HandshakeError: a tensor has no place.
         """
-        self._driver.bind(schema)
+        self._ranks.bind(schema)
         self._schema = schema
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]], *, version: int) -> None:
@@ -268,21 +276,25 @@ class VllmEngine:
             SchemaMismatchError: a tensor is missing or has another dtype or shape; nothing was written.
             EngineError: the engine generates and is not paused, or it failed.
         """
-        if self._llm.errored:
+        if self._is_dead:
             self._restart()
         self._require_quiet("load")
         self._version = self._label = None
-        self._driver.load(tensors, version=version)
+        self._ranks.load(tensors, version=version)
         self._take(version)
 
     def _restart(self) -> None:
+        if self._closed:
+            raise EngineError("the engine was closed: nothing can be loaded any more")
         logger.error("vLLM has died: starting it again")
         _RESTARTS.inc()
-        self._llm.shutdown()
+        if self._llm is not None:
+            self._llm.shutdown()
+        self._llm = self._driver = None
         self._version = self._label = None
         self._start()
         if self._schema is not None:
-            self._driver.bind(self._schema)
+            self._ranks.bind(self._schema)
         if self._paused:
             self._pause_scheduler(timeout=CALL_TIMEOUT)
 
@@ -290,7 +302,7 @@ class VllmEngine:
         """Serve a version from the next `resume` on, or at once when nothing is paused."""
         self._version = self._label = version
         if not self._paused:
-            self._driver.finish(version)
+            self._ranks.finish(version)
             self._label = None
 
     def pause(self, *, timeout: timedelta) -> None:
@@ -301,11 +313,11 @@ class VllmEngine:
         Raises:
             EngineError: the step in progress did not end in time; the engine is not paused.
         """
-        if not self._llm.errored:
+        if not self._is_dead:
             try:
                 self._pause_scheduler(timeout=timeout)
             except EngineError:
-                if not self._paused and not self._llm.errored:
+                if not self._paused and not self._is_dead:
                     self._resume_scheduler()
                 raise
         self._paused = True
@@ -319,7 +331,7 @@ class VllmEngine:
 
     def stage(self, change: Change) -> None:
         """Have every rank check a change and translate it into places of its memory, while it generates."""
-        self._driver.stage(change)
+        self._ranks.stage(change)
 
     def apply(self, patches: Iterable[TensorPatch], *, version: int) -> None:
         """Scatter bits into the paused engine and flip its version; without patches only the version flips, unpaused.
@@ -333,16 +345,16 @@ class VllmEngine:
                 raise EngineError(
                     f"version {version} changes nothing, but no proved weights are loaded: load them whole"
                 )
-            self._driver.label(version)
+            self._ranks.label(version)
             self._take(version)
             return
         self._require_quiet("apply")
         self._version = self._label = None
-        self._driver.apply(change)
+        self._ranks.apply(change)
         self._take(version)
 
     def _change(self, patches: Sequence[TensorPatch], version: int) -> Change:
-        base = self._driver.held_version
+        base = self._ranks.held_version
         if base is None:
             raise EngineError(f"version {version} cannot be applied before any weights are loaded: load them whole")
         return Change(patches=patches, base_version=base, version=version)
@@ -350,14 +362,14 @@ class VllmEngine:
     def withdraw(self) -> None:
         """Hold no version any more: requests in flight are aborted, and the scheduler pauses until a load."""
         self._version = self._label = None
-        if self._llm.errored:
+        if self._is_dead:
             return
         try:
             if not self._paused:
                 self._pause_scheduler(timeout=CALL_TIMEOUT)
                 self._paused = True
             self._abort_all()
-            self._driver.withdraw()
+            self._ranks.withdraw()
         except EngineError as error:
             logger.error("vLLM could not be told to hold no version, but nothing is served from it: %s", error)
 
@@ -368,10 +380,10 @@ class VllmEngine:
 
     def resume(self) -> None:
         """Let generation go on under the version held; without one the engine stays as it is."""
-        if self._version is None or self._llm.errored:
+        if self._version is None or self._is_dead:
             return
         if self._label is not None:
-            self._driver.finish(self._label)
+            self._ranks.finish(self._label)
             self._label = None
         if self._paused:
             self._resume_scheduler()
@@ -379,13 +391,13 @@ class VllmEngine:
 
     def digest(self, names: Iterable[str]) -> Mapping[str, TensorDigest]:
         """Digest live weights in the ranks' memory, by the run's names."""
-        return self._driver.digest(names)
+        return self._ranks.digest(names)
 
     def digest_at(self, patches: Iterable[TensorPatch]) -> Mapping[str, TensorDigest]:
         """Digest live weights at the positions of patches, by the run's names."""
         if isinstance(patches, Change):
-            return self._driver.digest_at(patches)
-        return self._driver.digest_at(self._change(list(patches), self._driver.held_version or 0))
+            return self._ranks.digest_at(patches)
+        return self._ranks.digest_at(self._change(list(patches), self._ranks.held_version or 0))
 
     # The seam: tokens.
 
@@ -466,16 +478,17 @@ class VllmEngine:
         self._version = None
         if self._llm is not None:
             try:
-                if not self._llm.errored:
+                if not self._is_dead:
                     self._abort_all()
             except EngineError as error:
                 logger.warning("requests in flight were not aborted: %s", error)
             self._llm.shutdown()
             # Let go of it while the interpreter is whole: it shuts down again when it is collected.
-            self._llm = None
+            self._llm = self._driver = None
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_TIMEOUT.total_seconds())
+            self._loop.close()
         shutil.rmtree(self._exchange, ignore_errors=True)
 
 
