@@ -207,7 +207,23 @@ class RankWeights:
                         else np.arange(patch.start, patch.start + patch.count),
                     )
                 )
+        if self.version == staged.base_version:
+            for name, bits in old.items():
+                self._check_is_live(name, bits, locations)
         return _DensePart(modules=modules, old=old, new=new, touched=touched)
+
+    def _check_is_live(self, name: str, bits: Bits, locations: Path) -> None:
+        """Refuse whole tensors that are not what is held: reloading a layer from them would mix versions."""
+        layout = self._layout.tensors[name]
+        if layout.opaque is None:
+            fits = all(segment.digest() == segment.digest_of(bits) for segment in layout.segments)
+        else:
+            fits = name in self._loaded and np.array_equal(self._loaded[name], bits)
+        if not fits:
+            raise EngineError(
+                f"{locations} does not hold tensor {name} as the engine has it, so its layer cannot be built from there: "
+                "load the version whole"
+            )
 
     def apply(self, *, path: Path, sha256: str, base_version: int, target_version: int, deadline: float) -> None:
         """Write what is staged; nothing happens when its target is held already.
