@@ -234,18 +234,17 @@ class InProcessEngine:
         from vllm import LLM
 
         exchange.mkdir(mode=0o700, parents=True)
-        self.llm: Any = LLM(
-            str(directory),
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=512,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=16 << 20,
-            block_size=32,
-            disable_log_stats=True,
-            weight_transfer_config={"backend": "sparsewire"},
-            **arguments,
-        )
+        defaults: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "enforce_eager": True,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 16 << 20,
+            "block_size": 32,
+            "disable_log_stats": True,
+            "weight_transfer_config": {"backend": "sparsewire"},
+        }
+        self.llm: Any = LLM(str(directory), **(defaults | dict(arguments)))
         self.driver = RankDriver(calls=self, directory=exchange)
 
     def initialize(self, init_info: Mapping[str, Any], *, timeout: timedelta) -> None:

@@ -95,6 +95,7 @@ class RankDriver:
         self._in_update = False
         self._staged: dict[str, Any] | None = None
         self._staged_key: str | None = None
+        self._read_back: Sequence[Mapping[str, Any]] | None = None
         self._locations = directory / "locations.json"
         self.held_version: int | None = None
         """What the ranks say that they hold, as of the last answer."""
@@ -200,20 +201,21 @@ class RankDriver:
     def _drop_staged(self) -> None:
         if self._staged_key is not None:
             (self._directory / f"{self._staged_key}.patch").unlink(missing_ok=True)
-        self._staged = self._staged_key = None
+        self._staged = self._staged_key = self._read_back = None
 
     def apply(self, change: Change) -> None:
         """Write a change, or its inverse, into all ranks; staged first where that was not done."""
         self.stage(change)
         assert self._staged is not None
         timeout = _left(change)
+        self._read_back = None
         if change.inverse:
-            self._note_version(
-                self._request(Action.UNDO, {"base_version": change.base_version}, timeout=timeout + GRACE)
-            )
+            answers = self._request(Action.UNDO, {"base_version": change.base_version}, timeout=timeout + GRACE)
         else:
             limit = {"timeout_seconds": timeout.total_seconds()}
-            self._note_version(self._request(Action.APPLY, self._staged | limit, timeout=timeout + GRACE))
+            answers = self._request(Action.APPLY, self._staged | limit, timeout=timeout + GRACE)
+        self._note_version(answers)
+        self._read_back = answers
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]], *, version: int) -> None:
         """Replace all weights by the run's tensors, which ranks map from the files that hold them.
@@ -272,10 +274,15 @@ class RankDriver:
         return {name: found[place] for name, place in wanted.items()}
 
     def digest_at(self, change: Change) -> Mapping[str, TensorDigest]:
-        """Digest the live elements that a change writes, by the run's names."""
+        """Digest the live elements that a change writes, by the run's names.
+
+        Right after an apply of the change or its inverse that is what the ranks read back as they wrote, while it was
+        cheap; asked again, they read again.
+        """
         self.stage(change)
         schema = self._bound()
-        found = sum_digests(self._request(Action.DIGEST, {}, timeout=_left(change) + GRACE))
+        answers, self._read_back = self._read_back, None
+        found = sum_digests(answers or self._request(Action.DIGEST, {}, timeout=_left(change) + GRACE))
         touched = {patch.tensor for patch in change.patches}
         return {schema[number].name: found.get(self._names[number], ZERO) for number in sorted(touched)}
 

@@ -30,6 +30,12 @@ from sparsewire.sync.types import Bits, Indices, TensorSpec
 _CHUNK = 1 << 20
 """Elements whose positions are spelled out at a time: 16 MiB of positions."""
 
+_WRITE_ELEMENTS = 1 << 18
+"""Most elements of one write, so that a few threads finish together."""
+
+_READ_BACK_BLOCK = 1 << 15
+"""Elements written before they are read back: their cache lines, 2 MiB, are still near the core."""
+
 BoxKey: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Identity of a box of a checkpoint tensor: first position, extents, strides. Equal boxes hold equal elements."""
 
@@ -254,13 +260,23 @@ class PreparedWrite:
     values: Any
     undo: Any
 
-    def apply(self) -> None:
-        """Write the new bits."""
-        self.segment.memory.write(self.window, self.positions, self.values)
+    def apply(self) -> TensorDigest:
+        """Write the new bits and return the digest of what is read back."""
+        return self._write(self.values)
 
-    def revert(self) -> None:
-        """Write the old bits."""
-        self.segment.memory.write(self.window, self.positions, self.undo)
+    def revert(self) -> TensorDigest:
+        """Write the old bits and return the digest of what is read back."""
+        return self._write(self.undo)
+
+    def _write(self, bits: Any) -> TensorDigest:
+        memory, total = self.segment.memory, ZERO
+        block = _READ_BACK_BLOCK if memory.bits is not None else max(1, len(self.indices))
+        for begin in range(0, len(self.indices), block):
+            part = slice(begin, begin + block)
+            positions = self.positions[part]
+            memory.write(self.window, positions, bits[part])
+            total += digest_at(self.indices[part], memory.read(self.window, positions))
+        return total
 
     def finds_old(self) -> bool:
         """Tell whether the bits to be replaced are there."""
@@ -294,18 +310,21 @@ class LayoutMap:
             chosen, positions = segment.locate(indices)
             if not len(positions):
                 continue
-            upload = segment.memory.upload
-            writes.append(
-                PreparedWrite(
-                    name=name,
-                    segment=segment,
-                    window=segment.window,
-                    positions=upload(positions),
-                    indices=indices[chosen],
-                    values=upload(patch.values[chosen]),
-                    undo=upload(patch.undo[chosen]),
+            parts = (indices[chosen], patch.values[chosen], patch.undo[chosen])
+            for begin in range(0, len(positions), _WRITE_ELEMENTS):
+                part = slice(begin, begin + _WRITE_ELEMENTS)
+                upload = segment.memory.upload
+                writes.append(
+                    PreparedWrite(
+                        name=name,
+                        segment=segment,
+                        window=segment.window,
+                        positions=upload(positions[part]),
+                        indices=parts[0][part],
+                        values=upload(parts[1][part]),
+                        undo=upload(parts[2][part]),
+                    )
                 )
-            )
         return writes
 
     def write_all(self, name: str, bits: Bits) -> None:

@@ -14,11 +14,14 @@ Called by one thread; the thread of `stage` only reads.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -42,6 +45,14 @@ logger = logging.getLogger(__name__)
 
 LoadDense = Callable[[Mapping[str, Bits], frozenset[str]], None]
 """Loads whole tensors, by name, through the model's loaders into the modules named."""
+
+NUM_THREADS = min(4, os.cpu_count() or 1)
+"""Threads that write: one waits for memory most of the time."""
+
+_THREADED_ELEMENTS = 1 << 17
+
+Parts: TypeAlias = list[tuple[str, BoxKey, TensorDigest]]
+"""Digests by tensor and part."""
 
 _HASH_BYTES = 32
 
@@ -73,6 +84,20 @@ class _Staged:
     @property
     def key(self) -> tuple[Path, str, int, int]:
         return self.path, self.sha256, self.base_version, self.target_version
+
+
+class _Sums:
+    """Adds up digests of writes by tensor and place; two places with the same part stay apart, to be compared."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, BoxKey, object], TensorDigest] = {}
+
+    def add(self, write: PreparedWrite, digest: TensorDigest) -> None:
+        place = (write.name, write.segment.key, write.segment.target_key)
+        self._sums[place] = self._sums.get(place, ZERO) + digest
+
+    def parts(self) -> Parts:
+        return [(name, key, digest) for (name, key, _), digest in self._sums.items()]
 
 
 class RankWeights:
@@ -225,8 +250,8 @@ class RankWeights:
                 "load the version whole"
             )
 
-    def apply(self, *, path: Path, sha256: str, base_version: int, target_version: int, deadline: float) -> None:
-        """Write what is staged; nothing happens when its target is held already.
+    def apply(self, *, path: Path, sha256: str, base_version: int, target_version: int, deadline: float) -> Parts:
+        """Write what is staged and return digests of what is read back; only reads when its target is held already.
 
         Raises:
             WrongBaseError: neither its base nor its target is held; nothing was written.
@@ -239,38 +264,52 @@ class RankWeights:
         if staged.error is not None:
             raise staged.error
         if self.version == target_version != base_version:
-            return
+            return self.digest_staged()
         if self.version != base_version:
             raise WrongBaseError(
                 f"the patch leads from version {base_version} to {target_version}, the engine holds {self.version}"
             )
         self.version = None
         try:
-            self._write(staged, deadline=deadline)
+            found = self._write(staged, deadline=deadline)
         except BaseException:
             self._revert(staged)
             self.version = base_version
             raise
         self.version = target_version
+        return found
 
-    def _write(self, staged: _Staged, *, deadline: float) -> None:
+    def _write(self, staged: _Staged, *, deadline: float) -> Parts:
         if staged.dense is not None:
             self._load(staged.dense.new, staged.dense.modules)
-        for write in staged.writes:
+
+        def apply(write: PreparedWrite) -> TensorDigest:
             if time.monotonic() > deadline:
                 raise DeadlineExceededError(
                     "the engine was paused for as long as it may be: raise pause_timeout_seconds"
                 )
-            write.apply()
+            return write.apply()
 
-    def _revert(self, staged: _Staged) -> None:
+        return self._each(staged, apply)
+
+    def _revert(self, staged: _Staged) -> Parts:
         if staged.dense is not None:
             self._load(staged.dense.old, staged.dense.modules)
-        for write in staged.writes:
-            write.revert()
+        return self._each(staged, lambda write: write.revert())
 
-    def undo(self, *, base_version: int) -> None:
+    def _each(self, staged: _Staged, work: Callable[[PreparedWrite], TensorDigest]) -> Parts:
+        """Do all writes, on a few threads where they are large; returns or raises when none runs any more."""
+        sums = _Sums()
+        many = sum(len(write.indices) for write in staged.writes) >= _THREADED_ELEMENTS
+        with ThreadPoolExecutor(NUM_THREADS if many else 1, thread_name_prefix="write") as pool:
+            for write, digest in zip(staged.writes, pool.map(work, staged.writes), strict=True):
+                sums.add(write, digest)
+        return sums.parts() + self._digest_dense(staged)
+
+    def undo(self, *, base_version: int) -> Parts:
         """Write back what the staged patch replaced, whether or not it was applied; the base is held afterwards.
+
+        Returns digests of what is read back.
 
         Raises:
             EngineError: nothing that leads from `base_version` is staged; nothing was written.
@@ -282,10 +321,11 @@ class RankWeights:
             )
         self._join()
         if staged.error is not None:
-            return
+            return []
         self.version = None
-        self._revert(staged)
+        found = self._revert(staged)
         self.version = base_version
+        return found
 
     def load(self, *, locations: Path, version: int) -> None:
         """Replace all bound tensors.
@@ -326,13 +366,13 @@ class RankWeights:
 
     # Proof.
 
-    def digest(self, names: Iterable[str]) -> list[tuple[str, BoxKey, TensorDigest]]:
+    def digest(self, names: Iterable[str]) -> Parts:
         """Digest this rank's parts of live tensors; of opaque ones, what was last loaded.
 
         Raises:
             EngineError: a tensor is unknown, or opaque and was never loaded.
         """
-        parts: list[tuple[str, BoxKey, TensorDigest]] = []
+        parts: Parts = []
         for name in names:
             if name in self._layout.tensors and self._layout.tensors[name].opaque is not None:
                 bits = self._last_loaded(name)
@@ -341,7 +381,7 @@ class RankWeights:
                 parts += [(name, key, digest) for key, digest in self._layout.digest(name)]
         return parts
 
-    def digest_staged(self) -> list[tuple[str, BoxKey, TensorDigest]]:
+    def digest_staged(self) -> Parts:
         """Digest the live elements at the positions of what is staged.
 
         Raises:
@@ -351,17 +391,18 @@ class RankWeights:
         staged = self._staged
         if staged is None:
             raise EngineError("nothing is staged whose positions could be digested")
-        # Two places with the same part stay apart, so that their digests are compared rather than added.
-        sums: dict[tuple[str, BoxKey, object], TensorDigest] = {}
+        sums = _Sums()
         for write in staged.writes:
-            place: tuple[str, BoxKey, object] = (write.name, write.segment.key, write.segment.target_key)
-            sums[place] = sums.get(place, ZERO) + write.digest()
-        if staged.dense is not None:
-            for name, indices in staged.dense.touched:
-                bits = self._last_loaded(name)
-                place = (name, _whole(len(bits)), None)
-                sums[place] = sums.get(place, ZERO) + digest_at(indices, bits[indices])
-        return [(name, key, digest) for (name, key, _), digest in sums.items()]
+            sums.add(write, write.digest())
+        return sums.parts() + self._digest_dense(staged)
+
+    def _digest_dense(self, staged: _Staged) -> Parts:
+        if staged.dense is None:
+            return []
+        sums: dict[str, TensorDigest] = {}
+        for name, indices in staged.dense.touched:
+            sums[name] = sums.get(name, ZERO) + digest_at(indices, self._last_loaded(name)[indices])
+        return [(name, _whole(len(self._loaded[name])), digest) for name, digest in sums.items()]
 
     def _last_loaded(self, name: str) -> Bits:
         bits = self._loaded.get(name)

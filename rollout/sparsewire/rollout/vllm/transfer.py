@@ -172,15 +172,17 @@ class SparsewireTransferEngine(WeightTransferEngine[SparsewireInitInfo, Sparsewi
                 path, sha256, base_version, target_version = _patch(info)
                 if info.report is None:
                     self._stage(info, lambda _: None)
-                weights.apply(
+                parts = weights.apply(
                     path=path,
                     sha256=sha256,
                     base_version=base_version,
                     target_version=target_version,
                     deadline=time.monotonic() + info.timeout_seconds,
                 )
+                return {"version": weights.version, "digests": digests_to_json(parts)}
             case Action.UNDO:
-                weights.undo(base_version=_number(info.base_version, "base_version"))
+                parts = weights.undo(base_version=_number(info.base_version, "base_version"))
+                return {"version": weights.version, "digests": digests_to_json(parts)}
             case Action.DIGEST:
                 parts = weights.digest(info.names) if info.names else weights.digest_staged()
                 return {"version": weights.version, "digests": digests_to_json(parts)}
