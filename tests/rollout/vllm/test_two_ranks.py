@@ -86,18 +86,21 @@ def parameter_hashes(worker: Any) -> dict[str, str]:
 
 
 def break_second_rank(worker: Any) -> None:
-    """Put a write that fails into the middle of what the second rank has staged."""
+    """Let a write fail in the middle of what the second rank has staged."""
 
     class BrokenWrite:
+        def __init__(self, write: Any) -> None:
+            self.write = write
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.write, name)
+
         def apply(self) -> None:
             raise RuntimeError("planted fault in the middle of the scatter")
 
-        def revert(self) -> None:
-            pass
-
     if worker.rank == 1:
         writes = worker.weight_transfer_engine._weights._staged.writes
-        writes.insert(len(writes) // 2, BrokenWrite())
+        writes[len(writes) // 2] = BrokenWrite(writes[len(writes) // 2])
 
 
 @pytest.mark.slow

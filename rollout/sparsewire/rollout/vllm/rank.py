@@ -159,8 +159,9 @@ class RankWeights:
                 self._prepare(staged, locations)
             except SparsewireError as error:
                 staged.error = error
-            except (OSError, ValueError, RuntimeError) as error:
-                staged.error = EngineError(f"patch file {path} cannot be prepared: {error}")
+            except Exception as error:  # the edge of this thread
+                logger.exception("patch file %s cannot be prepared", path)
+                staged.error = EngineError(f"patch file {path} cannot be prepared: {error!r}")
             done(staged.error)
 
         staged.thread = threading.Thread(target=prepare, name="stage", daemon=True)

@@ -149,8 +149,11 @@ class SparsewireTransferEngine(WeightTransferEngine[SparsewireInitInfo, Sparsewi
             return
         try:
             answer = work()
-        except (SparsewireError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        except SparsewireError as error:
             logger.warning("rank %d: %s", self._rank, error)
+            answer = failure(error)
+        except Exception as error:  # the edge of a request: the driver must learn of it, and other ranks wait
+            logger.exception("rank %d failed", self._rank)
             answer = failure(error)
         write_report(report, rank=self._rank, answer=answer)
 
