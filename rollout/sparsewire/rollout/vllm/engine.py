@@ -25,6 +25,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -57,8 +58,10 @@ MIN_TEMPERATURE = 0.01
 """vLLM samples at none lower; below it the likeliest token is taken, with its log-probability at temperature 1."""
 
 CALL_TIMEOUT = timedelta(seconds=60)
+ABORT_TIMEOUT = timedelta(seconds=5)
 CLOSE_TIMEOUT = timedelta(seconds=30)
 
+_POLL_SECONDS = 0.5
 _SHARED_MEMORY = Path("/dev/shm")
 _SEED_MASK = (1 << 63) - 1
 _RESTARTS = Counter("sparsewire_engine_restarts_total", "Times that a dead vLLM was started again.")
@@ -424,7 +427,7 @@ class VllmEngine:
             if self.version is None:
                 raise EngineError("the engine holds no proved weights, so nothing is served: wait for the next version")
             call = asyncio.run_coroutine_threadsafe(self._generate(requests), self._loop)
-            generations = call.result()
+            generations = self._result(call)
         except EngineError:
             raise
         except Exception as error:  # the edge of vLLM, which raises all kinds
@@ -434,6 +437,16 @@ class VllmEngine:
         if self.version is None and not self._closed:
             raise EngineError("the weights were lost while a batch was generated: its completions are given up")
         return generations
+
+    def _result(self, call: Future[Sequence[Generation]]) -> Sequence[Generation]:
+        while True:
+            try:
+                return call.result(_POLL_SECONDS)
+            except FutureTimeoutError:
+                if call.done():
+                    raise
+                if not self._thread.is_alive():
+                    raise EngineError("the engine was closed while a batch was generated") from None
 
     async def _generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Generation]:
         return await asyncio.gather(*(self._complete(request) for request in requests))
@@ -480,6 +493,9 @@ class VllmEngine:
             try:
                 if not self._is_dead:
                     self._abort_all()
+                    until = time.monotonic() + ABORT_TIMEOUT.total_seconds()
+                    while self._in_flight and time.monotonic() < until:
+                        time.sleep(_POLL_SECONDS / 100)
             except EngineError as error:
                 logger.warning("requests in flight were not aborted: %s", error)
             self._llm.shutdown()
