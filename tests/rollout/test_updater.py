@@ -17,7 +17,6 @@ import numpy.typing as npt
 import pytest
 
 from sparsewire.rollout.engine import GenerationRequest
-from sparsewire.rollout.proof import ReadsBack
 from sparsewire.rollout.transformers_engine import TransformersEngine
 from sparsewire.rollout.updater import Updater
 from sparsewire.sync.delta import TensorPatch
@@ -331,47 +330,6 @@ def test_write_that_goes_missing_in_the_engine_is_found_in_the_pause(world: Worl
     world.assert_serves(0, old)
     assert world.updater.update_once(timeout=SOON)
     world.assert_serves(1, world.weights)
-
-
-def test_engine_that_cannot_read_back_is_audited_whole(
-    tiny_model: Path, tiny_weights: Weights, tmp_path: Path, nudged: Nudged
-) -> None:
-    with open_world(tiny_model, tiny_weights, tmp_path) as world:
-
-        class Plain:
-            """The seam of an engine and nothing else."""
-
-            def __init__(self, engine: FaultyEngine) -> None:
-                self.describe, self.bind, self.load = engine.describe, engine.bind, engine.load
-                self.pause, self.apply, self.resume = engine.pause, engine.apply, engine.resume
-                self.digest, self.generate, self.close = engine.digest, engine.generate, engine.close
-                self.encode_chat, self.decode_text = engine.encode_chat, engine.decode_text
-                self._engine = engine
-
-            @property
-            def version(self) -> int | None:
-                return self._engine.version
-
-        plain = Plain(world.engine)
-        assert not isinstance(plain, ReadsBack)
-        with EventLog(tmp_path / "plain.jsonl") as events:
-            updater = Updater(
-                engine=plain,
-                subscriber=world.subscriber,
-                events=events,
-                region="eu",
-                pause_timeout=SOON,
-                poll=timedelta(milliseconds=100),
-            )
-            assert updater.update_once(timeout=SOON)
-            world.publish(nudged(tiny_weights, 31))
-            world.engine.skip_patch = 7
-            assert not updater.update_once(timeout=SOON)
-            assert updater.served_version == 0
-            assert updater.update_once(timeout=SOON)
-            assert updater.served_version == 1
-            assert world.publisher.head is not None
-            assert updater.audit_live() == world.publisher.head.version_digest
 
 
 def test_damaged_load_is_never_served(world: World) -> None:

@@ -39,8 +39,16 @@ class WorkerConfig(BaseModel):
     """Name of this worker, distinct among all workers of the run."""
     directory: Path
     """Where the mirror, the spool and the events live; must survive a restart of the worker."""
-    engine: Literal["transformers"] = "transformers"
-    """What generates tokens."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates tokens; vllm must be installed beside sparsewire."""
+    max_model_len: int | None = Field(default=None, ge=16)
+    """vllm: longest prompt plus completion; unset for the model's own limit."""
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """vllm: requests decoded together."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
+    """vllm: memory of the KV cache; unset lets vLLM take its own share, which on a CPU is most of the memory."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """vllm: ranks that share the model."""
     device: str = "cpu"
     """Torch device of the engine."""
     max_groups_per_batch: int = Field(default=2, ge=1, le=256)

@@ -2,7 +2,8 @@
 
 Tensors are named and numbered as in the run's checkpoint (canonical Hugging Face names); how an engine fuses,
 shards or ties them is its own affair. Weights cross this border as bits. Threads: `generate` runs in one thread and
-holds no lock between decode steps; `pause`, `apply`, `load`, `digest` and `resume` come from the updater's thread.
+holds no lock between decode steps; `stage`, `pause`, `apply`, `load`, `digest` and `resume` come from the updater's
+thread.
 Implementations: `TransformersEngine` (embedded default); vLLM has its own.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sparsewire.rollout.change import Change
 from sparsewire.sync.delta import TensorPatch
 from sparsewire.sync.digest import TensorDigest
 from sparsewire.sync.trajectories.types import FinishReason, SamplingParams, VersionSpan
@@ -96,12 +98,28 @@ class Engine(Protocol):
         """
         ...
 
+    def stage(self, change: Change) -> None:
+        """Make ready to apply a change, its inverse included, while generation goes on; forgets what was staged before.
+
+        Whatever costs time belongs here rather than into the pause.
+
+        Raises:
+            SparsewireError: the change does not fit this engine; nothing was written.
+        """
+        ...
+
     def apply(self, patches: Iterable[TensorPatch], *, version: int) -> None:
         """Scatter absolute bits into the paused engine and flip its version; idempotent.
+
+        A `Change` that was staged is applied at once. Without patches only the version flips; that needs no pause.
 
         Raises:
             EngineError: it failed part-way; the caller undoes or reloads before `resume`.
         """
+        ...
+
+    def withdraw(self) -> None:
+        """Hold no version any more: nothing is served, whatever resumes, until a `load` succeeds."""
         ...
 
     def resume(self) -> None:
@@ -110,6 +128,10 @@ class Engine(Protocol):
 
     def digest(self, names: Iterable[str]) -> Mapping[str, TensorDigest]:
         """Return digests of the live weights, read from where generation reads them."""
+        ...
+
+    def digest_at(self, patches: Iterable[TensorPatch]) -> Mapping[str, TensorDigest]:
+        """Return, by tensor of the run, digests of the live elements that `patches` write."""
         ...
 
     def encode_chat(self, prompt: str) -> npt.NDArray[np.int32]:

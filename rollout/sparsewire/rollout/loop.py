@@ -34,6 +34,7 @@ from sparsewire.rollout.probe import ProbeWatch
 from sparsewire.rollout.sampler import Sampler
 from sparsewire.rollout.transformers_engine import TransformersEngine
 from sparsewire.rollout.updater import Updater
+from sparsewire.rollout.vllm.engine import VllmEngine, VllmOptions
 from sparsewire.sync.errors import (
     DamagedError,
     DeadlineExceededError,
@@ -91,7 +92,7 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: ti
                 config.weights, run=config.run, mirror=config.directory / "mirror", seed=config.model, stage=True
             )
         )
-        engine = TransformersEngine.open(config.model, device=config.device)
+        engine = _open_engine(config)
         stack.callback(engine.close)
         mirror_version = subscriber.version
         schema = _await_schema(subscriber, config, stop)
@@ -155,6 +156,20 @@ def run_worker(config: WorkerConfig, *, stop: threading.Event, drain_timeout: ti
         finally:
             events.emit("worker_end", reason=reason, num_trajectories=sampler.num_trajectories)
             logger.info("worker %s ends: %s, %d trajectories", config.worker_id, reason, sampler.num_trajectories)
+
+
+def _open_engine(config: WorkerConfig) -> Engine:
+    match config.engine:
+        case "transformers":
+            return TransformersEngine.open(config.model, device=config.device)
+        case "vllm":
+            options = VllmOptions(
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                kv_cache_bytes=config.kv_cache_bytes,
+                tensor_parallel_size=config.tensor_parallel_size,
+            )
+            return VllmEngine.open(config.model, options=options)
 
 
 def _report_live_weights(updater: Updater, events: EventLog) -> None:

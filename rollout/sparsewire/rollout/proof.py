@@ -7,23 +7,13 @@ what an engine reads back at the positions written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from sparsewire.sync.delta import TensorPatch
 from sparsewire.sync.digest import ZERO, TensorDigest, digest_at, digest_bits
 from sparsewire.sync.errors import DigestMismatchError
 from sparsewire.sync.types import Bits, Schema
-
-
-@runtime_checkable
-class ReadsBack(Protocol):
-    """An engine that can digest its live weights at the positions of patches; others are audited whole in the pause."""
-
-    def digest_at(self, patches: Iterable[TensorPatch]) -> Mapping[str, TensorDigest]:
-        """Return, by tensor of the run, the digest of the live elements that `patches` write."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

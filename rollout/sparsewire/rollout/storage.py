@@ -21,7 +21,7 @@ from sparsewire.sync.types import Bits, Dtype, TensorSpec
 _BLOCK = 1 << 22
 """Elements copied to or from a device at a time: 8 MiB of bf16."""
 
-_DTYPES: dict[torch.dtype, Dtype] = {
+DTYPES: dict[torch.dtype, Dtype] = {
     torch.bool: Dtype.BOOL,
     torch.uint8: Dtype.U8,
     torch.int8: Dtype.I8,
@@ -30,24 +30,30 @@ _DTYPES: dict[torch.dtype, Dtype] = {
     torch.int64: Dtype.I64,
     torch.float8_e4m3fn: Dtype.F8_E4M3,
     torch.float8_e5m2: Dtype.F8_E5M2,
+    torch.float8_e4m3fnuz: Dtype.F8_E4M3FNUZ,
+    torch.float8_e5m2fnuz: Dtype.F8_E5M2FNUZ,
+    torch.float8_e8m0fnu: Dtype.F8_E8M0,
     torch.float16: Dtype.F16,
     torch.bfloat16: Dtype.BF16,
     torch.float32: Dtype.F32,
     torch.float64: Dtype.F64,
 }
-_SIGNED: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
+"""Element types that can be synchronised."""
+
+SIGNED: dict[int, tuple[torch.dtype, np.dtype[Any]]] = {
     1: (torch.int8, np.dtype("<i1")),
     2: (torch.int16, np.dtype("<i2")),
     4: (torch.int32, np.dtype("<i4")),
     8: (torch.int64, np.dtype("<i8")),
 }
+"""By width in bytes: the integers through which torch moves bits."""
 
 
 class LiveTensor:
     """One tensor of a loaded model, seen as a flat array of bits at checkpoint positions."""
 
     def __init__(self, *, name: str, tensor: torch.Tensor) -> None:
-        dtype = _DTYPES.get(tensor.dtype)
+        dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             raise EngineError(f"engine tensor {name} has dtype {tensor.dtype}, which cannot be synchronised")
         if not tensor.is_contiguous():
@@ -55,7 +61,7 @@ class LiveTensor:
                 f"engine tensor {name} is not contiguous in memory, so positions in it are not the checkpoint's"
             )
         self.spec = TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape))
-        signed, self._signed = _SIGNED[dtype.width]
+        signed, self._signed = SIGNED[dtype.width]
         self._flat = tensor.detach().view(signed).reshape(-1)
         self._bits: Bits | None = None
         if tensor.device.type == "cpu":

@@ -28,6 +28,7 @@ from prometheus_client import Counter
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from sparsewire.rollout.change import Change
 from sparsewire.rollout.engine import EngineTensor, Generation, GenerationRequest, Placement
 from sparsewire.rollout.gate import StepGate
 from sparsewire.rollout.handshake import Binding, handshake
@@ -244,6 +245,13 @@ class TransformersEngine:
         """Let generation go on."""
         self._gate.resume()
 
+    def withdraw(self) -> None:
+        """Hold no version any more; the batch in progress fails at its next step."""
+        self._version = None
+
+    def stage(self, change: Change) -> None:
+        """Nothing to do: weights are in this process, and patches are written as they are."""
+
     def apply(self, patches: Iterable[TensorPatch], *, version: int) -> None:
         """Scatter bits into the paused engine and flip its version; without patches only the version flips, unpaused.
 
@@ -290,7 +298,7 @@ class TransformersEngine:
         return digests
 
     def digest_at(self, patches: Iterable[TensorPatch]) -> Mapping[str, TensorDigest]:
-        """Digest live weights at the positions of patches, by the run's names; see `proof.ReadsBack`."""
+        """Digest live weights at the positions of patches, by the run's names."""
         schema = self._bound()
         digests: dict[str, TensorDigest] = {}
         for patch in patches:

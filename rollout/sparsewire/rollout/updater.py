@@ -5,6 +5,7 @@
                                     ▼
                 staged() ─► patches into memory; do they lead from the      the engine keeps generating
                             digests served to those of the manifest?
+                            engine.stage: whatever else takes time
                                     │
           ┌──────────── pause ◄─────┘                                       at most `pause_timeout` from here
           ▼
@@ -23,10 +24,10 @@
 One thread owns the subscriber and changes the engine. `served_version` is the version that the worker may report: it
 follows the audit, never the apply. A version without changed elements flips the label without a pause.
 
-The audit in the pause digests what was written, where the engine can read that back (`proof.py`): weights proved
-before, plus a change proved now, are weights proved. A whole load, and any engine that cannot read back, is audited
-whole. Between versions the live weights are scrubbed: digested again tensor by tensor, at a small share of one core.
-After the update, and off the pause, the engine scores the version's probe now and then (`probe.py`).
+The audit in the pause digests what was written (`proof.py`): weights proved before, plus a change proved now, are
+weights proved. A whole load is audited whole. Between versions the live weights are scrubbed: digested again tensor by
+tensor, at a small share of one core. After the update, and off the pause, the engine scores the version's probe now and
+then (`probe.py`).
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from typing import TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from sparsewire.rollout.change import Change
 from sparsewire.rollout.engine import Engine
 from sparsewire.rollout.probe import ProbeWatch
-from sparsewire.rollout.proof import PatchProof, ReadsBack, prove_patches
-from sparsewire.sync.delta import TensorPatch
+from sparsewire.rollout.proof import PatchProof, prove_patches
 from sparsewire.sync.digest import TensorDigest, version_digest
 from sparsewire.sync.errors import (
     DeadlineExceededError,
@@ -234,6 +235,10 @@ class Updater:
 
         A failure is counted, logged in one line, and followed by a wait that `stop` cuts short.
         """
+        if self._served is not None and self._engine.version is None:
+            logger.error("the engine lost version %d: loading everything again", self._served)
+            self._events.emit("apply_failed", version=self._served, phase="serve", reason="the engine lost its weights")
+            self._withdraw(self._served)
         try:
             if self._subscriber.staged() is None and not self._subscriber.wait_for_newer(timeout=timeout):
                 self.scrub(budget=SCRUB_BUDGET)
@@ -284,13 +289,15 @@ class Updater:
         landed: StagedUpdate | None
         try:
             with phases.phase("stage"):
-                patches = None if update.full else list(update.patches())
-                proof = None if patches is None else self._prove(update, patches)
-            if patches == []:
+                change = None if update.full else self._change(update)
+                proof = None if change is None else self._prove(update, change)
+                if change is not None and change.patches:
+                    self._engine.stage(change)
+            if change is not None and not change.patches:
                 self._relabel(update)
                 landed = update
             else:
-                landed = self._land_paused(update, patches, proof, phases)
+                landed = self._land_paused(update, change, proof, phases)
         except SparsewireError as error:
             self._report_failure(update, phases.current, error)
             _UPDATES.labels("refused").inc()
@@ -309,10 +316,22 @@ class Updater:
             self._probes.offer(landed.version, landed.probe)
         return True
 
-    def _prove(self, update: StagedUpdate, patches: list[TensorPatch]) -> PatchProof | None:
+    def _change(self, update: StagedUpdate) -> Change:
+        """Read what leads from the version served to the one staged."""
+        assert update.base_version is not None
+        return Change(
+            patches=list(update.patches()),
+            base_version=update.base_version,
+            version=update.version,
+            path=update.paths[0] if len(update.paths) == 1 else None,
+        )
+
+    def _prove(self, update: StagedUpdate, change: Change) -> PatchProof | None:
         """Check before any pause that the patches lead from the version served to the one staged."""
         try:
-            return prove_patches(patches, schema=self._subscriber.schema, base=self._digests, stated=update.digests)
+            return prove_patches(
+                change.patches, schema=self._subscriber.schema, base=self._digests, stated=update.digests
+            )
         except DigestMismatchError:
             self._subscriber.require_full()
             raise
@@ -326,7 +345,7 @@ class Updater:
     def _land_paused(
         self,
         update: StagedUpdate,
-        patches: list[TensorPatch] | None,
+        change: Change | None,
         proof: PatchProof | None,
         phases: _Phases,
     ) -> StagedUpdate | None:
@@ -340,12 +359,12 @@ class Updater:
             self._engine.pause(timeout=self._pause_timeout / 2)
         try:
             try:
-                self._write(update, patches, proof, phases, deadline=forward)
+                self._write(update, change, proof, phases, deadline=forward)
                 reached: int | None = update.version
                 landed: StagedUpdate | None = update
             except SparsewireError as error:
                 self._report_failure(update, phases.current, error)
-                reached, landed = self._recover(update, patches, proof, old, phases, deadline=deadline)
+                reached, landed = self._recover(update, change, proof, old, phases, deadline=deadline)
             if landed is not None:
                 self._digests.update(landed.digests)
                 self.num_wire_bytes += landed.wire_bytes
@@ -364,27 +383,27 @@ class Updater:
     def _write(
         self,
         update: StagedUpdate,
-        patches: list[TensorPatch] | None,
+        change: Change | None,
         proof: PatchProof | None,
         phases: _Phases,
         *,
         deadline: float,
     ) -> None:
         with phases.phase("apply"):
-            if patches is None:
+            if change is None:
                 self._engine.load(self._subscriber.tensors(), version=update.version)
             else:
-                self._engine.apply(_before(deadline, patches), version=update.version)
+                self._engine.apply(change.until(deadline), version=update.version)
         with phases.phase("audit"):
-            if patches is not None and proof is not None and isinstance(self._engine, ReadsBack):
-                self._audit_change(patches, proof.applied, version=update.version, deadline=deadline)
+            if change is not None and proof is not None:
+                self._audit_change(change, proof.applied, version=update.version, deadline=deadline)
             else:
                 self._audit(update.digests, version=update.version, deadline=deadline)
 
     def _recover(
         self,
         update: StagedUpdate,
-        patches: list[TensorPatch] | None,
+        change: Change | None,
         proof: PatchProof | None,
         old: int | None,
         phases: _Phases,
@@ -392,15 +411,11 @@ class Updater:
         deadline: float,
     ) -> tuple[int | None, StagedUpdate | None]:
         """Return the version now proved in the engine (None: nothing is) and, if it is the new one, how it got there."""
-        if patches is not None and proof is not None and old is not None:
+        if change is not None and proof is not None and old is not None:
             try:
                 with phases.phase("undo"):
-                    self._engine.apply(_before(deadline, map(_inverse, patches)), version=old)
-                    if isinstance(self._engine, ReadsBack):
-                        self._audit_change(patches, proof.undone, version=old, deadline=deadline)
-                    else:
-                        before = {name: self._digests[name] for name in update.digests}
-                        self._audit(before, version=old, deadline=deadline)
+                    self._engine.apply(change.inverted().until(deadline), version=old)
+                    self._audit_change(change, proof.undone, version=old, deadline=deadline)
                 _UPDATES.labels("undone").inc()
                 logger.info("version %d taken back, serving %d again", update.version, old)
                 return old, None
@@ -434,16 +449,15 @@ class Updater:
                 )
 
     def _audit_change(
-        self, patches: list[TensorPatch], proved: Mapping[str, TensorDigest], *, version: int, deadline: float
+        self, change: Change, proved: Mapping[str, TensorDigest], *, version: int, deadline: float
     ) -> None:
-        """Compare live weights with what was proved, at the positions of `patches` only.
+        """Compare live weights with what was proved, at the positions of `change` only.
 
         Raises:
             DigestMismatchError: a tensor differs there.
             DeadlineExceededError: no time is left.
         """
-        assert isinstance(self._engine, ReadsBack)
-        live = self._engine.digest_at(_before(deadline, patches))
+        live = self._engine.digest_at(change.until(deadline))
         for name, digest in proved.items():
             if live[name] != digest:
                 raise DigestMismatchError(
@@ -456,10 +470,8 @@ class Updater:
         _UPDATES.labels("withdrawn").inc()
         self._subscriber.require_full()
         self._serve(None)
-        try:
-            self._engine.apply(_refuse(), version=version)
-        except SparsewireError:
-            logger.error("nothing is served: neither version %d nor the one before could be proved", version)
+        self._engine.withdraw()
+        logger.error("nothing is served: neither version %d nor the one before could be proved", version)
 
     def _serve(self, version: int | None) -> None:
         with self._changed:
@@ -522,13 +534,3 @@ def _before(deadline: float, items: Iterable[_Item]) -> Iterator[_Item]:
         if time.monotonic() > deadline:
             raise DeadlineExceededError("the engine was paused for as long as it may be: raise pause_timeout_seconds")
         yield item
-
-
-def _inverse(patch: TensorPatch) -> TensorPatch:
-    assert patch.undo is not None
-    return replace(patch, values=patch.undo, undo=patch.values)
-
-
-def _refuse() -> Iterator[TensorPatch]:
-    raise EngineError("withdrawn")
-    yield
