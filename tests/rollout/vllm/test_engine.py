@@ -335,3 +335,10 @@ def test_killed_engine_core_is_started_again_at_the_newest_version(
     world.assert_serves(1)
     (generation,) = world.engine.generate([request(world.engine, 1, num_tokens=5)])
     assert [span.version for span in generation.spans] == [1]
+
+
+def test_closing_in_mid_generation_gives_back_what_there_is(world: World, pool: ThreadPoolExecutor) -> None:
+    future = begin(pool, world.engine, [request(world.engine, number, num_tokens=400) for number in range(4)])
+    world.engine.close()
+    generations = future.result(timeout=60)
+    assert [generation.finish_reason for generation in generations] == [FinishReason.ABORT] * 4
