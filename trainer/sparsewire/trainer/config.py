@@ -113,6 +113,8 @@ class LearnerConfig(BaseModel):
     """With `view = "fp8-block"`: modules within layers whose matrix stays bf16, by name or by parts of it."""
     anchor_fraction: float = Field(default=0.5, gt=0.0)
     """An anchor is written once the deltas since the last outweigh this fraction of it."""
+    predict: bool = True
+    """Code a delta against the one before where that is smaller."""
     retain_versions: int = Field(default=32, ge=2)
     probe_texts: tuple[Annotated[str, Field(max_length=2000)], ...] = Field(default=PROBE_TEXTS, max_length=13)
     """Scored with each version's weights, so that workers can compare what their engine makes of them: at least two

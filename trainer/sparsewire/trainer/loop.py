@@ -126,7 +126,9 @@ def run_learner(config: LearnerConfig, *, stop: threading.Event) -> None:
                 run=config.run,
                 ranks=group.publishing,
                 settings=PublisherSettings(
-                    anchor_fraction=config.anchor_fraction, retain_versions=config.retain_versions
+                    anchor_fraction=config.anchor_fraction,
+                    predict=config.predict,
+                    retain_versions=config.retain_versions,
                 ),
             )
         )
